@@ -1,0 +1,1 @@
+"""What every front end shares: configuration, the store, wiring, operations, errors."""
