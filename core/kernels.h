@@ -1,0 +1,55 @@
+// L1: arithmetic and copies on plain memory, one table per instruction set, all equal bit for bit. Must not know
+// ranks, schedules or threads.
+//
+// Laws: the terms of a fold are combined from left to right, so the caller's order of terms (rank order) is the
+// association. 16-bit floats are widened to fp32 once, combined in fp32 and rounded once at the end (round to nearest even).
+// Integers wrap. A factor of 1 costs nothing and changes nothing. Min and Max hand NaN on.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+#include "types.h"
+
+namespace horovod {
+
+// What a fold does to each element:
+//   result = round(post(divide(term[0]' op term[1]' op ...)))   with   term' = pre(term)
+// - Floats: pre multiplies by `prescale`; `postscale / divisor` is one factor (float32 data and 16-bit data: computed in
+//   double, rounded to float once; float64 and complex128: double), applied after the fold and before the one rounding.
+// - Integers: pre is trunc(prescale * x) in double, the sum wraps, division by `divisor` is exact and truncates toward
+//   zero, post is trunc(postscale * x) in double; out-of-range doubles saturate.
+// - Complex: as the float of its parts. Bool: factors are ignored (refused above).
+struct FoldSpec {
+  DType dtype = DType::Float32;
+  ReduceOp op = ReduceOp::Sum;  // Average is Sum with a divisor
+  double prescale = 1.0;
+  double postscale = 1.0;
+  uint32_t divisor = 1;
+};
+
+// Folds `terms[0..n_terms)` of `count` elements each into `out`. `out` may be one of the terms, else overlaps none. If
+// `slot` is not null the result is also written there with streaming stores: it is aligned to kAlignment and padded to it (the padding's
+// content is unspecified). Any term may be misaligned.
+using FoldFn = void (*)(const FoldSpec& spec, std::byte* out, std::byte* slot, const std::byte* const* terms,
+                        size_t n_terms, size_t count);
+
+// Copies into a transport slot (aligned and padded to kAlignment) with streaming stores above a few KiB.
+// The caller issues store_fence() before it publishes.
+using CopyFn = void (*)(std::byte* slot, const std::byte* from, size_t bytes);
+
+struct Kernels {
+  std::string_view name;  // "baseline", "avx2", "avx512"
+  FoldFn fold;
+  CopyFn copy_to_slot;
+};
+
+// The table for `name` ("auto" = the best this processor has). Throws Error(InvalidArgument) for an unknown name and
+// Error(Unavailable) for one that this processor or build lacks.
+const Kernels& kernels(std::string_view name);
+
+// Makes streaming stores visible before anything stored afterwards.
+void store_fence();
+
+}  // namespace horovod
