@@ -1,0 +1,89 @@
+// L3: advances schedules over a transport, on lists of views. Must not know entries, names or agreement.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "kernels.h"
+#include "schedule.h"
+#include "transport.h"
+#include "types.h"
+
+namespace horovod {
+
+// The virtual vector of schedule.h: views, each padded to kAlignment. Nothing is packed; a schedule's positions are
+// looked up here.
+class VirtualVector {
+ public:
+  VirtualVector() = default;
+  explicit VirtualVector(std::vector<View> views);
+
+  uint64_t bytes() const { return starts_.back(); }
+
+  // Calls piece(data, offset, bytes, dtype) for every stretch of user memory in [begin, begin + bytes);
+  // `offset` counts from `begin`.
+  template <typename Piece>
+  void for_each(uint64_t begin, uint64_t bytes, Piece&& piece) const {
+    const uint64_t end = begin + bytes;
+    for (size_t i = find(begin); i < views_.size() && starts_[i] < end; ++i) {
+      const uint64_t from = begin > starts_[i] ? begin - starts_[i] : 0;
+      const uint64_t to = std::min(views_[i].bytes, end - starts_[i]);
+      if (from < to) {
+        piece(views_[i].data + from, starts_[i] + from - begin, to - from, views_[i].dtype);
+      }
+    }
+  }
+
+  // The user memory at a position that lies in a view.
+  std::byte* at(uint64_t position) const {
+    const size_t i = find(position);
+    return views_[i].data + (position - starts_[i]);
+  }
+
+ private:
+  size_t find(uint64_t position) const;  // the view whose padded range holds the position
+
+  std::vector<View> views_;
+  std::vector<uint64_t> starts_{0};  // one more than views
+};
+
+// A schedule on its way.
+struct Run {
+  Schedule schedule;
+  VirtualVector in, out;
+  std::vector<int32_t> group;  // global ranks, in the order of the schedule's peers
+  int32_t place = 0;           // own index in `group`
+  FoldSpec fold;               // the dtype comes from each view
+  std::vector<bool> done = {};
+  size_t first = 0;  // the first step that isn't done
+
+  bool finished() const { return first == schedule.steps.size(); }
+};
+
+class Mesh {
+ public:
+  Mesh(Transport& transport, const Kernels& kernels, size_t ranks);
+
+  // A pass advances the runs in flight, oldest first: begin_pass(), then advance() each once. Runs of one pass share the
+  // order of each pair's slots: a step waits while an older run still has one to do on that channel.
+  void begin_pass();
+  bool advance(Run& run, bool oldest);  // whether any step was done
+
+ private:
+  bool try_step(Run& run, const Step& step, bool oldest);
+  bool send(const Run& run, const Step& step, bool oldest);
+  bool store(const Run& run, const Step& step);
+  bool fold(const Run& run, const Step& step, bool oldest);
+  void close_channels(const Run& run, const Step& step);
+  std::span<const int32_t> ranks_of(const Run& run, const Step& step);
+
+  Transport& transport_;
+  const Kernels& kernels_;
+  bool closed_ = false;  // an older run has steps that this pass doesn't reach
+  std::vector<uint8_t> sends_closed_, receives_closed_;  // by global rank
+  std::vector<int32_t> ranks_;            // scratch of ranks_of
+  std::vector<const std::byte*> slots_, terms_;  // scratch of fold
+};
+
+}  // namespace horovod

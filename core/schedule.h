@@ -1,0 +1,45 @@
+// L3: a collective as plain data, for one rank. Must not know sockets, slots, threads or tensors.
+//
+// A schedule speaks of two virtual vectors, this rank's input and its output: the concatenation of views, each padded to
+// kAlignment. Positions are bytes in them. Peers are numbered by their place in the group that runs the schedule.
+//
+// The executor may run steps out of order as long as (a) for each peer, this rank's sends keep their order and its
+// receives keep theirs, and (b) a step comes after the step that it names in `after`. So a schedule is right if, for
+// every pair, the sends of one side and the receives of the other match in number, order and size, and if the dependencies
+// leave some step ready at every moment: tests/core checks both by stepping all ranks in a loop.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace horovod {
+
+enum class StepKind : uint8_t {
+  Send,   // `bytes` of the input at `in`, to every peer of `peers`
+  Store,  // `bytes` from the one peer of `peers` into the output at `out`
+  Fold,   // own `bytes` of the input at `in` and one slot from every peer of `peers`, folded in the
+          // order of ranks into the output at `out`; if `forward`, the result is also sent to all of `peers`
+  Copy,   // `bytes` of the input at `in` into the output at `out`
+};
+
+struct Step {
+  StepKind kind = StepKind::Copy;
+  bool forward = false;
+  uint64_t in = 0;
+  uint64_t out = 0;
+  uint64_t bytes = 0;
+  uint32_t first_peer = 0, peers = 0;  // a range of Schedule::peers
+  int32_t after = -1;                  // index of an earlier step
+};
+
+struct Schedule {
+  std::vector<Step> steps;
+  std::vector<int32_t> peers;
+
+  std::span<const int32_t> peers_of(const Step& step) const {
+    return {peers.data() + step.first_peer, step.peers};
+  }
+};
+
+}  // namespace horovod

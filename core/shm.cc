@@ -1,0 +1,363 @@
+// L2: shared-memory outboxes. Must not know schedules, entries or the clock.
+//
+// Segment of rank w, for n ranks:
+//   Header            sleeping, wants_room, beats: one cache line each
+//   Consumed[n]       written by w as a reader: how much of rank y's slots and control bytes w has read
+//   Channel[n]        written by w as a writer, one per reader r: a ring of slot descriptors and a ring of control bytes
+//   slots             outbox_bytes, 4 KiB aligned
+// Every position is 64-bit, grows only, and has one writer and a cache line of its own. To publish is to store a
+// descriptor's sequence number: the reader polls exactly that line, so a slot costs it one cache miss before its data.
+//
+// Sleeping needs no fence of its own: the writer stores its position and then loads `sleeping`, the sleeper stores
+// `sleeping` and then loads all positions, all four sequentially consistent, so one of the two sees the other.
+
+#include "shm.h"
+
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <deque>
+#include <string>
+
+#include "kernels.h"
+
+namespace horovod {
+namespace {
+
+constexpr uint64_t kPage = 4096;
+constexpr uint64_t kDescriptors = 64;          // slots in flight per pair
+constexpr uint64_t kControlBytes = 32 << 10;   // control bytes in flight per pair
+
+struct alignas(kAlignment) Word {
+  std::atomic<uint64_t> value;
+};
+
+struct Header {
+  Word sleeping;
+  Word wants_room;  // a reserve() or write_control() failed: readers ring when they consume
+  Word beats;
+};
+
+struct Consumed {
+  Word slots;
+  Word control;
+};
+
+struct alignas(kAlignment) Descriptor {
+  std::atomic<uint64_t> sequence;  // 1 + number of the slot on this pair
+  uint64_t offset;
+  uint64_t bytes;
+};
+
+struct Channel {
+  Descriptor descriptors[kDescriptors];
+  Word control_written;
+  alignas(kAlignment) std::byte control[kControlBytes];
+};
+
+static_assert(std::atomic<uint64_t>::is_always_lock_free);
+
+constexpr uint64_t page_up(uint64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+
+constexpr uint64_t slots_at(size_t ranks) {
+  return page_up(sizeof(Header) + ranks * (sizeof(Consumed) + sizeof(Channel)));
+}
+
+// One rank's segment; memory that is all zero is a valid start.
+class Segment {
+ public:
+  Segment(Mapping mapping, size_t ranks) : mapping_(std::move(mapping)), ranks_(ranks) {}
+  Header& header() const { return *reinterpret_cast<Header*>(mapping_.get()); }
+  Consumed& consumed(int32_t of) const {
+    return reinterpret_cast<Consumed*>(mapping_.get() + sizeof(Header))[of];
+  }
+  Channel& channel(int32_t to) const {
+    return reinterpret_cast<Channel*>(mapping_.get() + sizeof(Header) +
+                                      ranks_ * sizeof(Consumed))[to];
+  }
+  std::byte* slots() const { return mapping_.get() + slots_at(ranks_); }
+
+ private:
+  Mapping mapping_;
+  size_t ranks_;
+};
+
+class Shm final : public Transport {
+ public:
+  explicit Shm(ShmOptions options)
+      : rank_(options.rank),
+        outbox_bytes_(options.outbox_bytes),
+        doorbells_(std::move(options.doorbells)),
+        peers_(options.segments.size()) {
+    for (auto& mapping : options.segments) {
+      segments_.emplace_back(std::move(mapping), peers_.size());
+    }
+  }
+
+  // A quarter: two entries may each have a slot in flight and one being written.
+  uint64_t max_slot_bytes() const override {
+    return outbox_bytes_ / 4 / kAlignment * kAlignment;
+  }
+
+  std::byte* reserve(std::span<const int32_t> to, uint64_t bytes, bool oldest) override {
+    reclaim();
+    if (!has_room(to, bytes, oldest)) {
+      ask_for_room();
+      reclaim();  // a reader may have consumed before it could see wants_room
+      if (!has_room(to, bytes, oldest)) return nullptr;
+    }
+    const uint64_t begin = place(bytes);
+    reserved_ = {.begin = begin, .end = begin + bytes, .targets = to.size()};
+    reserved_to_.assign(to.begin(), to.end());
+    return own().slots() + begin % outbox_bytes_;
+  }
+
+  void publish() override {
+    store_fence();  // the slot was written with streaming stores
+    const uint64_t offset = reserved_.begin % outbox_bytes_;
+    for (const int32_t reader : reserved_to_) {
+      const uint64_t number = peers_[reader].sent++;
+      Descriptor& d = own().channel(reader).descriptors[number % kDescriptors];
+      d.offset = offset;
+      d.bytes = reserved_.end - reserved_.begin;
+      d.sequence.store(number + 1, std::memory_order_seq_cst);
+      targets_.push_back({reader, number + 1});
+      ring_if_asleep(reader);
+    }
+    head_ = reserved_.end;
+    in_flight_.push_back(reserved_);
+  }
+
+  const std::byte* peek(int32_t from, uint64_t bytes) override {
+    const uint64_t number = peers_[from].received;
+    const Descriptor& d = segments_[from].channel(rank_).descriptors[number % kDescriptors];
+    if (d.sequence.load(std::memory_order_acquire) != number + 1) return nullptr;
+    if (d.bytes != bytes || d.offset > outbox_bytes_ || d.bytes > outbox_bytes_ - d.offset) {
+      throw Error(ErrorKind::InvalidArgument,
+                  "a slot of " + std::to_string(d.bytes) + " bytes arrived where " +
+                      std::to_string(bytes) + " were due: the two ranks run different schedules",
+                  from);
+    }
+    return segments_[from].slots() + d.offset;
+  }
+
+  void consume(int32_t from) override {
+    own().consumed(from).slots.value.store(++peers_[from].received, std::memory_order_seq_cst);
+    ring_if_short_of_room(from);
+  }
+
+  size_t write_control(int32_t to, std::span<const std::byte> bytes) override {
+    size_t room = control_room(to);
+    if (room < bytes.size()) {
+      ask_for_room();
+      room = control_room(to);
+    }
+    const size_t n = std::min(room, bytes.size());
+    if (n == 0) return 0;
+    Channel& channel = own().channel(to);
+    const uint64_t at = peers_[to].control_sent % kControlBytes;
+    const size_t first = std::min<size_t>(n, kControlBytes - at);
+    std::memcpy(channel.control + at, bytes.data(), first);
+    std::memcpy(channel.control, bytes.data() + first, n - first);
+    peers_[to].control_sent += n;
+    channel.control_written.value.store(peers_[to].control_sent, std::memory_order_seq_cst);
+    ring_if_asleep(to);
+    return n;
+  }
+
+  std::span<const std::byte> read_control(int32_t from) override {
+    const Channel& channel = segments_[from].channel(rank_);
+    const uint64_t written = channel.control_written.value.load(std::memory_order_acquire);
+    const uint64_t read = peers_[from].control_received;
+    if (written - read > kControlBytes) {
+      throw Error(ErrorKind::InvalidArgument, "an impossible control position", from);
+    }
+    const uint64_t at = read % kControlBytes;
+    return {channel.control + at, std::min(written - read, kControlBytes - at)};
+  }
+
+  void consume_control(int32_t from, size_t bytes) override {
+    peers_[from].control_received += bytes;
+    own().consumed(from).control.value.store(peers_[from].control_received,
+                                             std::memory_order_seq_cst);
+    ring_if_short_of_room(from);
+  }
+
+  void sleep(bool asleep) override {
+    own().header().sleeping.value.store(asleep, std::memory_order_seq_cst);
+  }
+
+  bool idle() override {
+    for (int32_t y = 0; y < size(); ++y) {
+      if (y == rank_) continue;
+      const Channel& channel = segments_[y].channel(rank_);
+      const uint64_t number = peers_[y].received;
+      if (peers_[y].seen != number + 1 &&
+          channel.descriptors[number % kDescriptors].sequence.load(std::memory_order_seq_cst) ==
+              number + 1) {
+        peers_[y].seen = number + 1;  // one that no running entry wants yet must not keep us awake
+        return false;
+      }
+      if (channel.control_written.value.load(std::memory_order_seq_cst) !=
+          peers_[y].control_received) {
+        return false;
+      }
+    }
+    if (waits_for_room_ && reader_positions() != positions_at_failure_) {
+      waits_for_room_ = false;
+      return false;
+    }
+    return true;
+  }
+
+  void ring_self() override { ring(rank_); }
+
+  void beat() override { own().header().beats.value.fetch_add(1, std::memory_order_relaxed); }
+  uint64_t beats_of(int32_t rank) override {
+    return segments_[rank].header().beats.value.load(std::memory_order_relaxed);
+  }
+
+ private:
+  struct Peer {
+    uint64_t sent = 0, received = 0;                  // slots
+    uint64_t control_sent = 0, control_received = 0;  // bytes
+    uint64_t seen = 0;  // 1 + number of the arrived slot that idle() has reported
+  };
+  struct Slot {
+    uint64_t begin = 0, end = 0;  // positions, growing; their offsets are taken modulo outbox_bytes_
+    size_t targets = 0;
+  };
+  struct Target {
+    int32_t reader;
+    uint64_t count;  // the slot is free for this reader once it has consumed so many
+  };
+
+  int32_t size() const { return static_cast<int32_t>(segments_.size()); }
+  Segment& own() { return segments_[rank_]; }
+
+  uint64_t consumed_by(int32_t reader) {
+    return segments_[reader].consumed(rank_).slots.value.load(std::memory_order_seq_cst);
+  }
+
+  // A slot never wraps: one that would starts over at offset 0.
+  uint64_t place(uint64_t bytes) const {
+    const uint64_t offset = head_ % outbox_bytes_;
+    return offset + bytes <= outbox_bytes_ ? head_ : head_ + (outbox_bytes_ - offset);
+  }
+
+  bool has_room(std::span<const int32_t> to, uint64_t bytes, bool oldest) {
+    const uint64_t limit = oldest ? outbox_bytes_ : outbox_bytes_ / 2;
+    if (place(bytes) + bytes - tail_ > limit) return false;
+    const uint64_t depth = oldest ? kDescriptors : kDescriptors / 2;
+    for (const int32_t reader : to) {
+      if (peers_[reader].sent - consumed_by(reader) >= depth) return false;
+    }
+    return true;
+  }
+
+  void reclaim() {
+    while (!in_flight_.empty()) {
+      const Slot& slot = in_flight_.front();
+      for (size_t i = 0; i < slot.targets; ++i) {
+        if (consumed_by(targets_[i].reader) < targets_[i].count) return;
+      }
+      targets_.erase(targets_.begin(), targets_.begin() + static_cast<ptrdiff_t>(slot.targets));
+      tail_ = slot.end;
+      in_flight_.pop_front();
+    }
+    tail_ = head_;
+  }
+
+  size_t control_room(int32_t to) {
+    const uint64_t read =
+        segments_[to].consumed(rank_).control.value.load(std::memory_order_seq_cst);
+    return kControlBytes - (peers_[to].control_sent - read);
+  }
+
+  void ask_for_room() {
+    own().header().wants_room.value.store(1, std::memory_order_seq_cst);
+    waits_for_room_ = true;
+    positions_at_failure_ = reader_positions();
+  }
+
+  uint64_t reader_positions() {  // changes whenever some reader frees room
+    uint64_t sum = 0;
+    for (int32_t y = 0; y < size(); ++y) {
+      if (y == rank_) continue;
+      sum += consumed_by(y);
+      sum += segments_[y].consumed(rank_).control.value.load(std::memory_order_seq_cst);
+    }
+    return sum;
+  }
+
+  void ring(int32_t rank) {
+    const uint64_t one = 1;
+    // The only failure of an eventfd write is a full counter, and then the reader is awake or about to be.
+    [[maybe_unused]] const ssize_t n = ::write(doorbells_[rank], &one, sizeof one);
+  }
+  void ring_if_asleep(int32_t rank) {
+    auto& sleeping = segments_[rank].header().sleeping.value;
+    // One ring per sleep: whoever takes the flag down rings.
+    if (sleeping.load(std::memory_order_seq_cst) != 0 &&
+        sleeping.exchange(0, std::memory_order_seq_cst) != 0) {
+      ring(rank);
+    }
+  }
+  void ring_if_short_of_room(int32_t writer) {
+    auto& wants = segments_[writer].header().wants_room.value;
+    if (wants.load(std::memory_order_seq_cst) != 0) {
+      wants.store(0, std::memory_order_seq_cst);
+      ring_if_asleep(writer);
+    }
+  }
+
+  const int32_t rank_;
+  const uint64_t outbox_bytes_;
+  std::vector<Segment> segments_;
+  std::vector<int> doorbells_;
+  std::vector<Peer> peers_;
+  uint64_t head_ = 0, tail_ = 0;  // of this rank's outbox
+  Slot reserved_;
+  std::vector<int32_t> reserved_to_;
+  std::deque<Slot> in_flight_;
+  std::deque<Target> targets_;  // of the slots in flight, in the same order
+  bool waits_for_room_ = false;
+  uint64_t positions_at_failure_ = 0;
+};
+
+Mapping map(int fd, int flags, uint64_t bytes) {
+  void* at = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
+  if (at == MAP_FAILED) {
+    throw Error(ErrorKind::Resource, "mapping a segment of " + std::to_string(bytes) +
+                                         " bytes failed: " + std::strerror(errno));
+  }
+  ::madvise(at, bytes, MADV_DONTFORK);  // advice: a child that is refused it merely keeps the mapping
+  return Mapping(static_cast<std::byte*>(at), [bytes](std::byte* p) { ::munmap(p, bytes); });
+}
+
+}  // namespace
+
+uint64_t segment_bytes(size_t ranks, uint64_t outbox_bytes) {
+  return slots_at(ranks) + page_up(outbox_bytes);
+}
+
+Mapping map_segment(int fd, uint64_t bytes) {
+  struct stat status {};
+  if (::fstat(fd, &status) != 0 || static_cast<uint64_t>(status.st_size) < bytes) {
+    throw Error(ErrorKind::Resource, "a segment's file is smaller than the " +
+                                         std::to_string(bytes) + " bytes it has to hold");
+  }
+  return map(fd, MAP_SHARED, bytes);
+}
+
+Mapping anonymous_segment(uint64_t bytes) { return map(-1, MAP_PRIVATE | MAP_ANONYMOUS, bytes); }
+
+std::unique_ptr<Transport> make_shm(ShmOptions options) {
+  return std::make_unique<Shm>(std::move(options));
+}
+
+}  // namespace horovod
