@@ -69,6 +69,7 @@ class Mesh {
   // order of each pair's slots: a step waits while an older run still has one to do on that channel.
   void begin_pass();
   bool advance(Run& run, bool oldest);  // whether any step was done
+  void close() { closed_ = true; }      // the rest of the pass does nothing
 
  private:
   bool try_step(Run& run, const Step& step, bool oldest);

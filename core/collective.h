@@ -1,0 +1,87 @@
+// L3: one call of a user and how an agreed entry of calls becomes schedule runs on their tensors: views, sizes that only
+// the data plane knows, outputs. Must not know negotiation, threads or handles.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "algorithms.h"
+#include "mesh.h"
+#include "types.h"
+
+namespace horovod {
+
+struct Tensor {
+  std::byte* in = nullptr;
+  std::byte* out = nullptr;  // null: the collective allocates the output
+  DType dtype = DType::UInt8;
+  Shape shape;  // of the input
+};
+
+// Memory of the core's own, handed to the caller; aligned to kAlignment.
+struct Output {
+  std::shared_ptr<std::byte> data;
+  uint64_t bytes = 0;
+  DType dtype = DType::UInt8;
+  Shape shape;
+};
+
+// What a collective needs of one call and gives back to it.
+struct Arguments {
+  OpKind kind = OpKind::Allreduce;
+  ReduceOp op = ReduceOp::Sum;
+  int32_t root = 0;  // global rank
+  double prescale = 1.0;
+  double postscale = 1.0;
+  std::vector<Tensor> tensors;
+  std::vector<int64_t> splits;  // alltoall: rows to each member; empty = equal parts
+
+  std::vector<Output> outputs;           // one per tensor whose `out` was null
+  std::vector<int64_t> received_splits;  // alltoall: rows from each member
+};
+
+// Throws Error(InvalidArgument) if this rank's call is wrong by itself. `members` are the global ranks of its process set.
+void check_arguments(const Arguments& call, std::span<const int32_t> members);
+
+// Who runs an entry, and with which pieces.
+struct Group {
+  std::vector<int32_t> members;       // of the process set, ascending
+  std::vector<int32_t> contributors;  // those that take part: the members but the joined ones, ascending
+  int32_t rank = 0;                   // own global rank
+  uint64_t segment_bytes = 0;
+  uint64_t direct_bytes = 0;  // up to this many bytes an allreduce goes direct
+};
+
+// The calls of one entry while they run. They are fused: their tensors are one virtual vector.
+class Collective {
+ public:
+  // Throws Error(Resource) if an output can't be allocated. `calls` outlive it.
+  Collective(std::vector<Arguments*> calls, Group group);
+
+  bool advance(Mesh& mesh, bool oldest);  // whether anything moved; throws as the constructor does
+  bool finished() const { return finished_; }
+
+ private:
+  Place place() const;
+  void start_first_round();
+  void start(Schedule schedule, std::vector<View> in, std::vector<View> out, FoldSpec fold = {});
+  void start_allreduce();
+  void start_broadcast();
+  void start_reducescatter();
+  void exchange_gather_sizes();
+  void start_allgather();
+  void exchange_splits();
+  void start_alltoall();
+
+  std::vector<Arguments*> calls_;
+  Group group_;
+  int32_t place_ = 0;
+  Run run_;
+  bool finished_ = false;
+  void (Collective::*next_)() = nullptr;  // what follows the run in flight
+  std::vector<int64_t> own_sizes_, sizes_;  // of the first round of gathers and alltoall
+};
+
+}  // namespace horovod
