@@ -34,7 +34,7 @@ REPLIES = st.builds(
 
 
 def feed_all(reader, data: bytes, pieces):
-    """Feeds ``data`` in pieces of at most the given sizes; returns what it gave and what is left."""
+    """Feeds ``data`` in pieces of at most those sizes; returns what it gave and what is left."""
     at = 0
     sizes = iter(pieces)
     while at < len(data):

@@ -29,19 +29,6 @@ from horovod.common.store import (
 
 
 @pytest.fixture
-def job(tmp_path):
-    job = make_job(tmp_path)
-    yield job
-    job.remove()
-
-
-@pytest.fixture
-def server(job):
-    with StoreServer(job.directory, job.key, job.job_id) as server:
-        yield server
-
-
-@pytest.fixture
 def client(job, server):
     """Makes a client of a rank; all are closed at the end."""
     with ExitStack() as stack:

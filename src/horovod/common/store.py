@@ -141,7 +141,10 @@ class StoreClient:
 
     def __init__(self, address: str, key: bytes, job_id: str, rank: int) -> None:
         self._path = _socket_path(address)
-        self._key = key
+        self.key = key
+        """The job's key, for proofs at other doors than the store's."""
+        self.job_id = job_id
+        """The job's identity, part of every proof."""
         self._bound = proof_context(job_id)
         self._rank = rank
         self._lock = threading.Lock()
@@ -217,7 +220,7 @@ class StoreClient:
         sock = None
         try:
             sock = sockets.connect(self._path, deadline)
-            proof.prove(sock, self._key, self._bound, self._rank, deadline)
+            proof.prove(sock, self.key, self._bound, self._rank, deadline)
         except (OSError, proof.ProofError) as error:
             if sock is not None:
                 sock.close()
