@@ -71,9 +71,11 @@ CORE = {
     "coordinator": 4,
     "cache": 4,
     "fusion": 4,
+    "calls": 4,
+    "watch": 4,
     "agreement": 4,
     "describe": 4,
-    "progress": 4,
+    "progress": 5,
     "engine": 5,
     "bindings": 6,
 }
@@ -249,6 +251,9 @@ def namespace_statements(text: str) -> Iterator[tuple[int, str, str]]:
                 while end < len(text) and depth:
                     depth += {"{": 1, "}": -1}.get(text[end], 0)
                     end += 1
+                if is_function(head) and re.match(r"\s*[,){]", text[end:]):
+                    at = end  # a member's braces before the body of a constructor
+                    continue
                 yield start, head, text[at + 1 : end - 1]
                 at = end
                 rest = re.match(r"([^;{}]*);", text[at:])  # of `struct S { } s;` and `int x{1};`
@@ -324,6 +329,20 @@ def core_breaches(files: Mapping[str, str]) -> list[str]:
                     breaches.append(f"core/{name}:{number}: {what}: {line.strip()}")
         for number, what in mutable_globals(source):
             breaches.append(f"core/{name}:{number}: global mutable state: {what}")
+    return breaches + twice_defined(files)
+
+
+def twice_defined(files: Mapping[str, str]) -> list[str]:
+    """Headers that define one name differently: the linker would silently keep either."""
+    homes: dict[str, str] = {}
+    breaches = []
+    for name, source in sorted(files.items()):
+        if name.endswith(".h"):
+            definition = r"^(?:struct|class|enum class|union) (\w+)\b[^;(]*?\{"
+            shared = re.split(r"\bnamespace\s*\{", bare(source))[0]
+            for found in re.finditer(definition, shared, re.M):
+                if homes.setdefault(found[1], name) != name:
+                    breaches.append(f"core/{name}: defines {found[1]}, as {homes[found[1]]} does")
     return breaches
 
 
@@ -435,6 +454,7 @@ namespace horovod { namespace {
 const char* const kName = "shm";
 std::atomic<int>* where(int* at);
 bool operator==(Row a, Row b) { return a.x == b.x; }
+Shm::Shm(int a) : a_{a}, b_(Row{}) { int local = 1; f(local); }
 } }""",
     "transport.h": '#include "wait.h"\n',
     "coordinator.cc": '#include "wire.h"\n#include "cache.h"\nvoid f() { std::bind(g); }\n',
@@ -470,6 +490,7 @@ CORE_CASES = [
     ("engine.cc", "Foo* instance = nullptr;"),
     ("engine.cc", "struct S { static int count; };"),
     ("engine.cc", "struct S { int x; } state;"),
+    ("wire.h", "struct Row { int y; };"),
     ("helper.cc", ""),
 ]
 
