@@ -1,0 +1,161 @@
+"""Who is to blame for a job's end: the first cause, not the first one seen; pure."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+DETECTED = "Horovod detected that one or more processes exited with non-zero status"
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How one rank ended.
+
+    Attributes:
+        code: exit code; 128 + n for signal n.
+        time: when it was seen, on the monotonic clock.
+        by_launcher: it ended after the launcher had asked it to.
+    """
+
+    rank: int
+    code: int
+    time: float
+    by_launcher: bool = False
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What a worker reported before it ended.
+
+    Attributes:
+        lost: the rank that it lost, None if the fault was its own.
+        exception: for example ``KeyError: 'x'``.
+        time: when, on the monotonic clock, which all processes of a machine share.
+    """
+
+    lost: int | None
+    exception: str
+    time: float | None
+
+
+@dataclass(frozen=True)
+class Cause:
+    """The verdict.
+
+    Attributes:
+        rank: the rank to blame.
+        code: what the launcher ends with.
+        reason: what the rank reported, else None.
+        note: what is particular about it, else None.
+    """
+
+    rank: int
+    code: int
+    reason: str | None = None
+    note: str | None = None
+
+
+def parse_fault(data: bytes) -> Fault | None:
+    """Reads a worker's report; None if it can't be understood."""
+    try:
+        report = json.loads(data)
+        lost, time = report.get("lost"), report.get("time")
+        text = str(report.get("exception") or report.get("text") or "")
+    except (ValueError, AttributeError):
+        return None
+    return Fault(
+        lost=lost if isinstance(lost, int) and lost >= 0 else None,
+        exception=text,
+        time=float(time) if isinstance(time, (int, float)) else None,
+    )
+
+
+def first_cause(exits: Sequence[Exit], faults: Mapping[int, Fault]) -> Cause | None:
+    """Finds the rank whose failure made the others fail.
+
+    A rank that reported that it lost another one points to it; the chain is followed to its end.
+    Among several ends the earliest wins: by the time of its report, or else of its exit.
+
+    Returns:
+        None if no rank failed.
+    """
+    by_rank = {exit_.rank: exit_ for exit_ in exits}
+    failed = sorted(
+        (e for e in exits if e.code != 0 and not e.by_launcher), key=lambda e: (e.time, e.rank)
+    )
+    if not failed:
+        failed = sorted((e for e in exits if e.code != 0), key=lambda e: (e.time, e.rank))
+    if not failed:
+        return None
+
+    def moment(rank: int) -> float:
+        fault, end = faults.get(rank), by_rank.get(rank)
+        if fault is not None and fault.time is not None:
+            return fault.time
+        return end.time if end is not None else float("inf")
+
+    roots = {_root(e.rank, faults, moment) for e in failed}
+    guilty = [rank for rank in roots if rank not in by_rank or by_rank[rank].code != 0]
+    if guilty:
+        rank = min(guilty, key=lambda r: (moment(r), r))
+        return _verdict(rank, by_rank.get(rank), faults.get(rank), failed[0])
+    # Everyone points to ranks that ended normally: the job failed because they left.
+    first = failed[0]
+    left = faults[first.rank].lost if first.rank in faults else None
+    note = None if left is None else f"it still needed rank {left}, which had ended normally"
+    return Cause(first.rank, first.code, _reason(faults.get(first.rank)), note)
+
+
+def _root(rank: int, faults: Mapping[int, Fault], moment: Callable[[int], float]) -> int:
+    """The end of the chain of losses from ``rank``; in a circle, the earliest of the circle."""
+    path: list[int] = []
+    while rank not in path:
+        path.append(rank)
+        fault = faults.get(rank)
+        if fault is None or fault.lost is None:
+            return rank
+        rank = fault.lost
+    circle = path[path.index(rank) :]
+    return min(circle, key=lambda r: (moment(r), r))
+
+
+def _verdict(rank: int, end: Exit | None, fault: Fault | None, first: Exit) -> Cause:
+    reason = _reason(fault)
+    if end is not None and not end.by_launcher:
+        return Cause(rank, end.code, reason)
+    # It was still there when the launcher ended the job.
+    if fault is not None and fault.lost is None:
+        return Cause(rank, 1, reason, "it had failed but did not end by itself")
+    return Cause(rank, first.code, reason, "the others lost it; the launcher ended it")
+
+
+def _reason(fault: Fault | None) -> str | None:
+    return fault.exception or None if fault is not None else None
+
+
+def code_text(code: int) -> str:
+    """``1``, or ``137 (SIGKILL)`` with a hint where there is one."""
+    try:
+        name = signal.Signals(code - 128).name if code > 128 else ""
+    except ValueError:
+        name = ""
+    hint = ", killed from outside, often for want of memory" if name == "SIGKILL" else ""
+    return f"{code} ({name}{hint})" if name else str(code)
+
+
+def last_words(stderr: bytes) -> str | None:
+    """The line that says what happened: that of the last traceback, else the last line."""
+    lines = stderr.decode("utf-8", "replace").splitlines()
+    for index in range(len(lines) - 1, -1, -1):
+        if lines[index].startswith("Traceback (most recent call last)"):
+            for line in lines[index + 1 :]:
+                if line and not line[0].isspace():
+                    return line.strip()
+            break
+    for line in reversed(lines):
+        if line.strip():
+            return line.strip()
+    return None
