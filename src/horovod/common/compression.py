@@ -1,0 +1,42 @@
+"""What a compressor is; must not know any framework.
+
+A compressor is anything with ``compress`` and ``decompress``, a class or an object. Each front end
+brings casts for its own tensors; users bring what they like.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+Tensor = TypeVar("Tensor")
+
+
+class Compressor(Generic[Tensor]):
+    """Makes a tensor smaller for the way between ranks; the base of every compressor."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        """Gives what travels, and whatever `decompress` needs besides.
+
+        All ranks must arrive at one data type and shape.
+        """
+        raise NotImplementedError("a compressor defines compress(tensor) -> (tensor, context)")
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        """Gives the reduced tensor its original form; ``ctx`` is what `compress` gave."""
+        raise NotImplementedError("a compressor defines decompress(tensor, context) -> tensor")
+
+
+class NoneCompressor(Compressor[Any]):
+    """Sends tensors as they are."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, None]:
+        """Gives the tensor itself."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """Gives the tensor itself."""
+        return tensor

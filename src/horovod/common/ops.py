@@ -1,0 +1,487 @@
+"""The table of operations; submit, poll, synchronize; must not know any framework.
+
+A front end enters a `Call`, turns its tensors into views (pointers, data type, shape) and submits
+them. What goes wrong before that, inside the `with`, is announced to the other ranks, so that none
+of them waits for a call that never comes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from horovod.common import basics
+from horovod.common.exceptions import (
+    HorovodInternalError,
+    MismatchError,
+    PeerLostError,
+    ResourceError,
+    ShutdownError,
+    StallError,
+)
+from horovod.common.process_sets import ProcessSet
+
+
+class ReduceOp(IntEnum):
+    """How the terms of the ranks become one; the members are also names of the front ends."""
+
+    Average = 0
+    Sum = 1
+    Adasum = 2
+    Min = 3
+    Max = 4
+    Product = 5
+
+
+class DType(IntEnum):
+    """The data types of the engine; each front end maps its own onto these by name."""
+
+    uint8 = 0
+    int8 = 1
+    uint16 = 2
+    int16 = 3
+    int32 = 4
+    int64 = 5
+    float16 = 6
+    float32 = 7
+    float64 = 8
+    bool = 9
+    bfloat16 = 10
+    complex64 = 11
+    complex128 = 12
+
+
+_ARITHMETIC = frozenset(ReduceOp) - {ReduceOp.Adasum}
+_REDUCTIONS = dict.fromkeys(DType, _ARITHMETIC) | {
+    # Sum and Product of bool are "or" and "and"; complex numbers have no order.
+    DType.bool: _ARITHMETIC - {ReduceOp.Average},
+    DType.complex64: _ARITHMETIC - {ReduceOp.Min, ReduceOp.Max},
+    DType.complex128: _ARITHMETIC - {ReduceOp.Min, ReduceOp.Max},
+}
+
+
+@dataclass(frozen=True)
+class Op:
+    """One row of the table of operations."""
+
+    kind: int
+    name: str
+    reductions: frozenset[ReduceOp] = frozenset()
+    needs_rows: bool = False  # a 0-d tensor has no dim 0 to gather or scatter
+    rooted: bool = False
+    fixed_name: bool = False  # no tensor, hence no name of the user's
+
+
+ALLREDUCE = Op(0, "allreduce", reductions=_ARITHMETIC)
+ALLGATHER = Op(1, "allgather", needs_rows=True)
+BROADCAST = Op(2, "broadcast", rooted=True)
+ALLTOALL = Op(3, "alltoall", needs_rows=True)
+REDUCESCATTER = Op(
+    4, "reducescatter", reductions=frozenset({ReduceOp.Average, ReduceOp.Sum}), needs_rows=True
+)
+BARRIER = Op(5, "barrier", fixed_name=True)
+JOIN = Op(6, "join", fixed_name=True)
+
+
+class View(NamedTuple):
+    """A row-major tensor as the engine sees it; ``output`` 0: the engine allocates it."""
+
+    input: int
+    output: int
+    dtype: int
+    shape: tuple[int, ...]
+
+
+def reduce_op(op: int | None, average: bool | None) -> ReduceOp:
+    """What ``op=`` and the older ``average=`` mean together; neither means Average.
+
+    Raises:
+        ValueError: both are given, or ``op`` is none of the constants.
+        TypeError: ``average`` is a string: a name at the place of ``average``.
+    """
+    if isinstance(average, str):
+        raise TypeError(
+            f"average must be True or False, not {average!r}: pass name=, it comes third"
+        )
+    if average is not None:
+        if op is not None:
+            raise ValueError(
+                "give op or average, not both: average=True is op=Average, False is op=Sum"
+            )
+        warnings.warn(
+            "average is deprecated: use op=Average or op=Sum", DeprecationWarning, stacklevel=3
+        )
+        return ReduceOp.Average if average else ReduceOp.Sum
+    try:
+        return ReduceOp.Average if op is None else ReduceOp(op)
+    except ValueError:
+        raise ValueError(f"op {op!r} is none of {', '.join(ReduceOp.__members__)}") from None
+
+
+_EXCEPTIONS: dict[int, Callable[..., Exception]] = {
+    2: MismatchError,
+    3: PeerLostError,
+    4: StallError,
+    5: ShutdownError,
+    6: lambda text, **_: ImportError(text),
+    7: ResourceError,
+}
+
+
+def exception(kind: int, text: str, rank: int, op: str) -> Exception:
+    """The Python exception for an error of the engine."""
+    if kind == 1:
+        return ValueError(text)
+    submitted = text.partition('": ')[2] if kind == 2 else None
+    return _EXCEPTIONS.get(kind, HorovodInternalError)(
+        text, rank=rank if rank >= 0 else None, op=op, submitted=submitted or None
+    )
+
+
+class _Pending(NamedTuple):
+    engine: Any
+    ticket: int  # the engine's own handle
+    name: str
+    finish: Callable[[Any], Any]
+
+
+class _Calls:
+    """Handles and call numbers of one run of the engine; both start again with the next run."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.engine: Any = None
+        self.restart(None)
+
+    def restart(self, engine: Any) -> None:
+        self.engine = engine
+        self.handles = itertools.count(1)
+        self.pending: dict[int, _Pending] = {}
+        self.unnamed: dict[tuple[int, str], itertools.count[int]] = {}
+        self.dropped: list[_Pending] = []
+
+    def enter(self, engine: Any) -> None:
+        if self.engine is not engine:
+            with self.lock:
+                if self.engine is not engine:
+                    self.restart(engine)
+
+    def number(self, process_set: int, prefix: str) -> int:
+        with self.lock:
+            return next(self.unnamed.setdefault((process_set, prefix), itertools.count(1)))
+
+    def add(self, pending: _Pending) -> int:
+        with self.lock:
+            handle = next(self.handles)
+            self.pending[handle] = pending
+            return handle
+
+
+_calls = _Calls()
+
+
+class Call:
+    """One call of an operation on this rank, from the moment its name is known.
+
+    A context manager: an exception inside it, before `submit` hands over to the engine, makes the
+    matching calls of the other ranks fail too.
+
+    Args:
+        op: the row of the table.
+        name: the user's name, None for the next number of the (process set, operation).
+        process_set: who takes part; this rank must.
+        grouped: several tensors go under the one name.
+
+    Raises:
+        ValueError: the process set is unknown or this rank isn't in it.
+        HorovodInternalError: the engine isn't running.
+    """
+
+    __slots__ = ("_engine", "_handed_over", "_set", "name", "op", "process_set", "unnamed")
+
+    def __init__(
+        self, op: Op, name: str | None, process_set: ProcessSet, *, grouped: bool = False
+    ) -> None:
+        """Gives the call its name and, if it has none, its number."""
+        self.op = op
+        self.process_set = process_set
+        self._engine = basics.engine()
+        _calls.enter(self._engine)
+        self._set = _set_id(process_set, op, name)
+        self._handed_over = False
+        self.unnamed = name is None
+        prefix = f"grouped_{op.name}" if grouped else op.name
+        if name is None:
+            name = "noname" if op.fixed_name else f"noname.{_calls.number(self._set, prefix)}"
+        self.name = f"{prefix}.{name}"
+
+    def __enter__(self) -> Call:
+        """Starts the part whose failure the other ranks are told."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Tells the other ranks if the call failed here."""
+        if error is not None and not self._handed_over:
+            reason = f"{type(error).__name__}: {error}"
+            self._engine.reject(self.op.kind, self.name, self._set, reason)
+
+    def submit(
+        self,
+        views: Sequence[View],
+        finish: Callable[[Any], Any],
+        *,
+        keep: object = None,
+        reduce_op: ReduceOp = ReduceOp.Sum,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        root: int = -1,
+        splits: Sequence[int] | None = None,
+    ) -> int:
+        """Hands the call to the engine; does not wait.
+
+        Args:
+            views: the tensors, one unless the call is grouped.
+            finish: makes the user's result from the engine's, on the thread that synchronizes.
+            keep: what owns the views' memory; referenced until the call is done.
+            reduce_op: for operations that reduce.
+            prescale: factor on each rank's term.
+            postscale: factor on the result.
+            root: global rank, for operations that have a root.
+            splits: rows for each member, alltoall only; None for equal parts.
+
+        Returns:
+            The handle for `poll` and `synchronize`.
+
+        Raises:
+            ValueError: an argument is wrong, or the name is in flight already.
+            HorovodInternalError: the engine is not running, or the operation can't reduce so.
+        """
+        self._check(views, reduce_op, root, splits)
+        self._handed_over = True
+        try:
+            ticket = self._engine.submit(
+                self.op.kind,
+                self.name,
+                self._set,
+                views,
+                int(reduce_op),
+                float(prescale),
+                float(postscale),
+                root,
+                splits,
+                self.unnamed,
+                keep,
+            )
+        except basics.Failure as failure:
+            kind, text, rank = failure.args
+            raise exception(kind, text, rank, self.name) from None
+        if _calls.dropped:
+            _sweep()
+        return _calls.add(_Pending(self._engine, ticket, self.name, finish))
+
+    def _check(
+        self, views: Sequence[View], reduce_op: ReduceOp, root: int, splits: Sequence[int] | None
+    ) -> None:
+        op = self.op
+        if op.reductions and reduce_op not in op.reductions:
+            if op is REDUCESCATTER:
+                raise HorovodInternalError(
+                    f"{self.name}: op must be Sum or Average, not {reduce_op.name}", op=self.name
+                )
+            raise ValueError(f"{self.name}: op {reduce_op.name} is not supported")
+        for view in views:
+            if op.reductions and reduce_op not in _REDUCTIONS[DType(view.dtype)]:
+                dtype = DType(view.dtype).name
+                raise ValueError(f"{self.name}: op {reduce_op.name} has no meaning for {dtype}")
+            if op.needs_rows and not view.shape:
+                raise ValueError(f"{self.name}: a 0-d tensor has no rows; reshape it to (1,) first")
+        if op.rooted and root not in (self.process_set.ranks or ()):
+            raise ValueError(
+                f"{self.name}: root_rank {root} is not one of the ranks {self.process_set.ranks}"
+            )
+        if op is ALLTOALL:
+            _check_splits(self.name, views[0].shape[0], splits, members(self.process_set))
+
+
+def _check_splits(name: str, rows: int, splits: Sequence[int] | None, size: int) -> None:
+    if splits is None:
+        if rows % size:
+            raise ValueError(
+                f"{name}: {rows} rows can't be split equally over {size} ranks: give splits"
+            )
+        return
+    if len(splits) != size:
+        raise ValueError(f"{name}: {len(splits)} splits for {size} ranks")
+    if min(splits) < 0:
+        raise ValueError(f"{name}: splits {list(splits)} has a negative entry")
+    if sum(splits) > rows:
+        raise ValueError(f"{name}: splits add up to {sum(splits)}, the tensor has {rows} rows")
+
+
+def _set_id(process_set: ProcessSet, op: Op, name: str | None) -> int:
+    number = process_set.process_set_id
+    if number == 0:
+        return 0
+    what = op.name if name is None else f"{op.name}.{name}"
+    if number is None or process_set.ranks is None:
+        raise ValueError(
+            f"{what}: {process_set} is not registered: see init() and add_process_set()"
+        )
+    if basics.rank() not in process_set.ranks:
+        raise ValueError(f"{what}: rank {basics.rank()} is not in {process_set}")
+    return number
+
+
+def next_name(process_set: ProcessSet, prefix: str) -> str:
+    """The next name of a sequence of its own, for what is made of several calls."""
+    _calls.enter(basics.engine())
+    return f"{prefix}.noname.{_calls.number(process_set.process_set_id or 0, prefix)}"
+
+
+def members(process_set: ProcessSet) -> int:
+    """How many ranks are in a registered process set."""
+    return len(process_set.ranks or ())
+
+
+def index(process_set: ProcessSet) -> int:
+    """This rank's place among the members of a registered process set."""
+    rank = basics.rank()
+    return rank if process_set.process_set_id == 0 else (process_set.ranks or []).index(rank)
+
+
+def poll(handle: int) -> bool:
+    """Whether the operation is done, so that `synchronize` would not wait.
+
+    Does not block. Any thread may call it.
+
+    Args:
+        handle: from an asynchronous operation.
+
+    Raises:
+        ValueError: the handle is unknown or was synchronized already.
+    """
+    pending = _calls.pending.get(handle)
+    if pending is None:
+        raise ValueError(f"handle {handle!r} is unknown or was synchronized already")
+    return bool(pending.engine.poll(pending.ticket))
+
+
+# The engine comes back sooner for signals; this only bounds a single call into it.
+_WAIT_S = 1.0
+
+
+def synchronize(handle: int) -> Any:
+    """Waits for an asynchronous operation and gives its result, once; the handle is then free.
+
+    Blocks with the GIL released until every member has submitted its call and the data has moved,
+    or an error ends it.
+
+    Args:
+        handle: from an asynchronous operation.
+
+    Returns:
+        The output tensor; for grouped operations a tuple of them; for alltoall ``(output,
+        received_splits)``; for barrier None; None for a handle that is unknown or was synchronized
+        already.
+
+    Raises:
+        HorovodInternalError: ranks disagree (`MismatchError`), a peer is lost (`PeerLostError`),
+            or the engine stopped.
+    """
+    pending = _calls.pending.get(handle)
+    if pending is None:
+        return None
+    while not pending.engine.wait(pending.ticket, _WAIT_S):
+        pass
+    if _calls.pending.pop(handle, None) is None:
+        return None  # another thread took it while we waited
+    return _take(pending)
+
+
+def _take(pending: _Pending) -> Any:
+    result = pending.engine.take(pending.ticket)
+    if result.kind:
+        raise exception(result.kind, result.text, result.rank, pending.name)
+    return pending.finish(result)
+
+
+def synchronize_all(handles: Iterable[int]) -> list[Any]:
+    """Synchronizes each handle, also after one has failed, then raises the first error."""
+    results: list[Any] = []
+    first: Exception | None = None
+    for handle in handles:
+        try:
+            results.append(synchronize(handle))
+        except (HorovodInternalError, ValueError) as error:
+            first = first or error
+    if first is not None:
+        raise first
+    return results
+
+
+def discard(handles: Iterable[int]) -> None:
+    """Gives up results; the memory that they need is kept until the engine is done with it."""
+    with _calls.lock:
+        for handle in handles:
+            pending = _calls.pending.pop(handle, None)
+            if pending is not None:
+                _calls.dropped.append(pending)
+    _sweep()
+
+
+def _sweep() -> None:
+    with _calls.lock:
+        waiting = []
+        for pending in _calls.dropped:
+            if pending.engine.poll(pending.ticket):
+                pending.engine.take(pending.ticket)
+            else:
+                waiting.append(pending)
+        _calls.dropped = waiting
+
+
+def barrier(process_set: ProcessSet) -> None:
+    """Waits until every member of the set has called it.
+
+    Earlier asynchronous operations may still be in flight afterwards.
+
+    Args:
+        process_set: who waits for whom.
+
+    Raises:
+        HorovodInternalError: a peer is lost or the engine stopped.
+    """
+    with Call(BARRIER, None, process_set) as call:
+        handle = call.submit((), lambda result: None)
+    synchronize(handle)
+
+
+def join(process_set: ProcessSet) -> int:
+    """Says that this rank is out of data, and waits until every rank has said so.
+
+    Meanwhile the others' allreduces go on without this rank's terms; Average still divides by the
+    size of the set.
+
+    Args:
+        process_set: the global one.
+
+    Returns:
+        The rank that joined last, the same on every rank.
+
+    Raises:
+        HorovodInternalError: a peer is lost or the engine stopped.
+    """
+    with Call(JOIN, None, process_set) as call:
+        handle = call.submit((), lambda result: int(result.value))
+    return int(synchronize(handle))
