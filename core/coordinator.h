@@ -1,10 +1,11 @@
-// L4: decides what runs next, for all ranks: a pure function of (messages, state, now). Must not do I/O, own a thread
-// or read a clock.
+// L4: decides what runs next, for all ranks: a pure function of (messages, state, now). Must not do
+// I/O, own a thread or read a clock.
 //
-// A call is ready when every member of its set has announced it or has joined. Ready calls are checked for agreement
-// and become entries of one global order; a disagreement becomes an error entry in the same order, and its name is free
-// again. Fusion clocks itself: an entry is emitted when a contributor is blocked, or enough bytes are ready, or the
-// oldest ready call has waited long enough, and fewer than two entries of its set are in flight.
+// A call is ready when every member of its set has announced it or has joined. Ready calls are
+// checked for agreement and become entries of one global order; a disagreement becomes an error
+// entry in the same order, and its name is free again. Fusion clocks itself: an entry is emitted
+// when a contributor is blocked, or enough bytes are ready, or the oldest ready call has waited
+// long enough, and fewer than two entries of its set are in flight.
 #pragma once
 
 #include <chrono>
@@ -25,8 +26,11 @@ struct CoordinatorOptions {
   std::vector<std::string> names;  // by rank, for messages: "hostname, pid 123"
   uint64_t fusion_threshold_bytes = 128ull << 20;
   uint64_t max_entry_bytes = 32ull << 20;
-  uint64_t flush_bytes = 1ull << 20;  // emit at once from this many ready bytes
+  uint64_t flush_bytes = 1ull << 20;                    // emit at once from this many ready bytes
   Duration flush_after = std::chrono::milliseconds(1);  // or when the oldest ready call is this old
+  // > 0: calls that could fuse wait this long for company, even if someone is blocked, unless a
+  // whole entry is full. Replaces flush_bytes and flush_after.
+  Duration min_cycle{};
   size_t cache_capacity = 64 << 10;
   bool join_all_ops = false;
   bool disable_group_fusion = false;
@@ -37,7 +41,7 @@ struct CoordinatorOptions {
 };
 
 struct LogLine {
-  int level;  // as Python's logging: 30 warning, 40 error
+  int level;  // as Python's logging: 20 info, 30 warning, 40 error
   std::string text;
 };
 
@@ -51,7 +55,8 @@ class Coordinator {
   explicit Coordinator(CoordinatorOptions options);
   ~Coordinator();
 
-  // Takes one item of `rank`. A malformed or impossible item (unknown set, rank outside the set) is answered, never fatal.
+  // Takes one item of `rank`. A malformed or impossible item (unknown set, rank outside the set) is
+  // answered, never fatal.
   void receive(int32_t rank, Item item, TimePoint now);
 
   // Emits all that can be emitted at `now` into `out`, and what is worth a log line into `log`.

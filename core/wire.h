@@ -1,10 +1,10 @@
-// L1: what ranks tell each other about order and agreement, and its one binary form. Must not know who sends it where,
-// when, or why.
+// L1: what ranks tell each other about order and agreement, and its one binary form. Must not know
+// who sends it where, when, or why.
 //
-// All integers are little-endian; a string is a u32 length and bytes. decode() never trusts a length: every count is
-// checked against the bytes that are there and against the limits below, and a malformed message is an
-// Error(InvalidArgument), never a crash or a large allocation. A rank's items travel up to the coordinator (rank 0), its
-// decisions travel down.
+// All integers are little-endian; a string is a u32 length and bytes. decode() never trusts a
+// length: every count is checked against the bytes that are there and against the limits below, and
+// a malformed message is an Error(InvalidArgument), never a crash or a large allocation. A rank's
+// items travel up to the coordinator (rank 0), its decisions travel down.
 #pragma once
 
 #include <cstdint>
@@ -22,6 +22,7 @@ inline constexpr size_t kMaxText = 64 << 10;  // longer texts are cut by encode(
 inline constexpr size_t kMaxDims = 255;
 inline constexpr size_t kMaxTensors = 1 << 20;  // in one grouped call
 inline constexpr size_t kMaxRanks = 1 << 20;
+inline constexpr size_t kMaxFrame = 64 << 20;  // bytes of one frame after its length
 
 struct TensorSpec {
   DType dtype = DType::UInt8;
@@ -29,7 +30,8 @@ struct TensorSpec {
   bool operator==(const TensorSpec&) const = default;
 };
 
-// One call, as all its members must agree on it. A grouped call is one request with several tensors.
+// One call, as all its members must agree on it. A grouped call is one request with several
+// tensors.
 struct Request {
   OpKind kind = OpKind::Allreduce;
   ReduceOp op = ReduceOp::Sum;
@@ -77,11 +79,12 @@ using Item = std::variant<Announce, AnnounceCached, Blocked, Reject, Done, Leave
 // ---- Down: from the coordinator to ranks ------------------------------------------------------
 
 struct EntryItem {
-  uint64_t id = 0;    // 0: not cached
-  std::string name;   // empty if every contributor announced the id
+  uint64_t id = 0;   // 0: not cached
+  std::string name;  // empty if every contributor announced the id
 };
 
-// A place in the one global order: every contributor runs it when it is its turn. Calls of one entry are fused.
+// A place in the one global order: every contributor runs it when it is its turn. Calls of one
+// entry are fused.
 struct Entry {
   uint64_t seq = 0;        // grows by one per entry of the epoch
   uint64_t plan_hash = 0;  // a contributor with another plan must not run it
@@ -89,8 +92,8 @@ struct Entry {
   uint32_t set = 0;
   std::vector<int32_t> contributors;  // global ranks in ascending order
   std::vector<EntryItem> items;
-  Status status;          // not ok: an error entry; every contributor's call fails with it
-  int64_t value = 0;      // Join: who joined last. AddSet, RemoveSet: the uid
+  Status status;               // not ok: an error entry; every contributor's call fails with it
+  int64_t value = 0;           // Join: who joined last. AddSet, RemoveSet: the uid
   std::vector<int32_t> ranks;  // AddSet: the members
 };
 struct Resend {  // the coordinator no longer knows this id: announce the call in full
@@ -103,13 +106,16 @@ using Decision = std::variant<Entry, Resend, Abort>;
 
 // Any peer to any peer, directly: the last thing it says.
 struct Goodbye {
-  Status status;  // ok: an orderly end. Else why it ends; `rank` is whom that is about (the cause, not the messenger)
+  Status status;  // ok: an orderly end. Else why it ends; `rank` is whom that is about (the cause,
+                  // not the messenger)
 };
 
-using Message = std::variant<Announce, AnnounceCached, Blocked, Reject, Done, Leave, Entry, Resend, Abort, Goodbye>;
+using Message = std::variant<Announce, AnnounceCached, Blocked, Reject, Done, Leave, Entry, Resend,
+                             Abort, Goodbye>;
 
-// Appends one frame: u32 bytes of what follows, i32 rank, u8 type, body. `rank` is the origin of an item and the
-// destination of a decision, so that a host's leader can pass frames on.
+// Appends one frame: u32 bytes of what follows, i32 rank, u8 type, body. `rank` is the origin of an
+// item and the destination of a decision, so that a host's leader can pass frames on. Throws
+// Error(InvalidArgument) for what no decode() would take, and leaves `out` as it was.
 void encode(const Message& message, int32_t rank, std::string& out);
 
 struct Frame {
@@ -117,7 +123,8 @@ struct Frame {
   Message message;
 };
 
-// Takes the first whole frame off `bytes`; nullopt-like false if there is none yet. Throws Error(InvalidArgument).
+// Takes the first whole frame off `bytes`; false, and nothing taken, if it isn't there as a whole
+// yet. Throws Error(InvalidArgument).
 bool decode(std::span<const std::byte>& bytes, Frame& frame);
 
 }  // namespace horovod
