@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
 from horovod.common import basics, ops
 from horovod.common.compression import Compressor, NoneCompressor
 from horovod.common.ops import Call, ReduceOp, reduce_op, synchronize

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-import torch
 from horovod.common import basics, ops
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.ops import ReduceOp

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+
 from horovod.common import ops
 from horovod.common.ops import View
 from horovod.common.process_sets import ProcessSet
