@@ -54,7 +54,6 @@ class Settings:
     deadlock_s: float
     heartbeat_s: float
     start_timeout_s: float
-    gloo_timeout_s: float
     log_level: str
     log_hide_time: bool
     simd: str
@@ -264,9 +263,16 @@ def without_effect(
             names.append(knob.yaml if knob.name in weak else knob.flags[0])
             continue
         text = environ.get(knob.env.encode(), b"") if knob.env and knob.tunable else b""
-        if text and not (knob.kind == "switch" and not truth(os.fsdecode(text))):
+        if text and _asks_for_something(knob, os.fsdecode(text)):
             names.append(knob.env)
     return names
+
+
+def _asks_for_something(knob: Knob, text: str) -> bool:
+    try:
+        return parse(knob, text, knob.env) not in (knob.default, False)
+    except ValueError:
+        return True
 
 
 def documentation() -> str:

@@ -534,7 +534,7 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         "gloo_timeout_seconds",
-        "Seconds until a connection between two ranks must stand.",
+        "Seconds until two ranks must be connected; --start-timeout covers that here.",
         _LIBRARY,
         ("--gloo-timeout-seconds",),
         kind="int",
@@ -542,7 +542,7 @@ KNOBS: tuple[Knob, ...] = (
         env_kind="float",
         yaml="library_options.gloo_timeout_seconds",
         default=30.0,
-        setting="gloo_timeout_s",
+        effect=Effect.NONE,
         minimum=0,
     ),
     # What is written.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import pickle
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,6 +30,8 @@ def run(
     executable: str | None,
 ) -> list[Any]:
     """Runs ``func`` in new processes and returns its results by rank; see ``horovod.run``."""
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        raise RuntimeError("this process ignores SIGCHLD and so can't see how its workers end")
     namespace = argparse.Namespace(**{knob.name: None for knob in KNOBS})
     vars(namespace).update(options, from_file=frozenset())
     launch.check_numbers(namespace)

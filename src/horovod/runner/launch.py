@@ -162,7 +162,8 @@ def _read_file(args: argparse.Namespace) -> None:
         values["use_gloo"], values["use_mpi"] = controller == "gloo", controller == "mpi"
     taken = set()
     for key, value in values.items():
-        if getattr(args, key) in (None, False):
+        given = getattr(args, key)
+        if given is None or (given is False and key in ("use_gloo", "use_mpi")):
             setattr(args, key, value)
             taken.add(key)
     args.from_file = frozenset(taken)

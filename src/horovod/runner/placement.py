@@ -250,7 +250,14 @@ class Guardian:
             with self._lock:
                 if self._closed:
                     return
-                self._process = self._start()
+                try:
+                    self._process = self._start()
+                except OSError as error:
+                    sys.stderr.write(
+                        f"horovodrun: nobody will end the job if the launcher is killed: the "
+                        f"guardian ended and can't be started again: {error}\n"
+                    )
+                    return
                 self._write(self._told)
 
     def _write(self, data: bytes) -> None:

@@ -1,0 +1,116 @@
+"""Who failed first, from what is known when all have ended."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from horovod.runner.blame import Cause, Exit, Fault, code_text, first_cause, last_words, parse_fault
+
+
+def own(text: str, time: float | None = None) -> Fault:
+    return Fault(None, text, time)
+
+
+def lost(rank: int, time: float | None = None) -> Fault:
+    return Fault(rank, f"PeerLostError: rank {rank}", time)
+
+
+def test_nobody_failed() -> None:
+    assert first_cause([Exit(0, 0, 1), Exit(1, 0, 2)], {1: lost(0)}) is None
+
+
+def test_the_cause_is_found_whatever_the_order_of_ends() -> None:
+    faults = {0: lost(1, 10.2), 1: own("KeyError: 'x'", 10.0), 2: lost(0, 10.3), 3: lost(1, 10.1)}
+    for order in itertools.permutations(range(4)):
+        exits = [Exit(rank, 1, 11 + place) for place, rank in enumerate(order)]
+        assert first_cause(exits, faults) == Cause(1, 1, "KeyError: 'x'")
+
+
+def test_one_that_could_not_report_is_named_by_the_others() -> None:
+    exits = [Exit(0, 1, 5), Exit(2, 1, 6), Exit(1, 137, 7)]
+    assert first_cause(exits, {0: lost(1, 4), 2: lost(1, 4)}) == Cause(1, 137)
+
+
+def test_without_reports_the_first_end_counts() -> None:
+    exits = [Exit(0, 2, 5), Exit(1, 7, 4), Exit(2, 0, 1), Exit(3, 143, 6, by_launcher=True)]
+    assert first_cause(exits, {}) == Cause(1, 7)
+
+
+def test_two_own_faults() -> None:
+    faults = {0: own("B", 2.0), 1: own("A", 1.0)}
+    assert first_cause([Exit(0, 4, 3), Exit(1, 3, 9)], faults) == Cause(1, 3, "A")
+
+
+def test_a_rank_that_left_normally_is_mentioned_and_not_blamed() -> None:
+    cause = first_cause([Exit(1, 0, 1), Exit(0, 1, 2)], {0: lost(1, 2)})
+    assert cause is not None
+    assert (cause.rank, cause.code) == (0, 1)
+    assert cause.note is not None
+    assert "rank 1" in cause.note
+
+
+def test_a_cause_that_never_ended_by_itself() -> None:
+    exits = [Exit(0, 3, 5), Exit(1, 143, 10, by_launcher=True)]
+    cause = first_cause(exits, {0: lost(1, 4), 1: own("KeyError: 1", 3)})
+    assert cause is not None
+    assert (cause.rank, cause.code, cause.reason) == (1, 1, "KeyError: 1")
+    frozen = first_cause(exits, {0: lost(1, 4)})
+    assert frozen is not None
+    assert (frozen.rank, frozen.code) == (1, 3)
+
+
+def test_a_circle_ends() -> None:
+    cause = first_cause([Exit(0, 1, 5), Exit(1, 1, 6)], {0: lost(1, 3), 1: lost(0, 2)})
+    assert cause is not None
+    assert cause.rank == 1
+
+
+def test_all_ended_by_the_launcher() -> None:
+    cause = first_cause([Exit(0, 143, 2, by_launcher=True)], {})
+    assert cause == Cause(0, 143, None, "the others lost it; the launcher ended it")
+
+
+@pytest.mark.parametrize(
+    ("data", "fault"),
+    [
+        (
+            json.dumps({"lost": 2, "exception": "E: x", "text": "t", "time": 1.5}).encode(),
+            Fault(2, "E: x", 1.5),
+        ),
+        (json.dumps({"lost": None, "text": "t"}).encode(), Fault(None, "t", None)),
+        (b"{}", Fault(None, "", None)),
+        (b"[1]", None),
+        (b"\xff", None),
+        (b"nonsense", None),
+    ],
+)
+def test_reports(data: bytes, fault: Fault | None) -> None:
+    assert parse_fault(data) == fault
+
+
+def test_exit_codes_in_words() -> None:
+    assert code_text(3) == "3"
+    assert code_text(139) == "139 (SIGSEGV)"
+    assert code_text(137).startswith("137 (SIGKILL, ")
+    assert code_text(255) == "255"
+
+
+@pytest.mark.parametrize(
+    ("stderr", "line"),
+    [
+        (b"", None),
+        (b"one\ntwo\n\n", "two"),
+        (b'Traceback (most recent call last):\n  File "x"\nKeyError: 1\nafter\n', "KeyError: 1"),
+        (
+            b"Traceback (most recent call last):\n  File\nA: 1\n\nDuring handling\n\n"
+            b"Traceback (most recent call last):\n  File\nmod.B: 2\nmore\n",
+            "mod.B: 2",
+        ),
+        (b"Traceback (most recent call last):\n  cut", "cut"),
+    ],
+)
+def test_last_words(stderr: bytes, line: str | None) -> None:
+    assert last_words(stderr) == line
