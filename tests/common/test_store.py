@@ -461,3 +461,28 @@ def test_clients_of_a_store_that_ends_are_told(job):
 def test_an_address_of_another_kind_is_refused(job):
     with pytest.raises(StoreError, match="unix:/path"):
         StoreClient("tcp://1.2.3.4:5", job.key, job.job_id, 0)
+
+
+def test_a_store_that_stopped_answering_costs_a_reporter_its_timeout_only(job):
+    """A frozen launcher: its socket is there and accepts, nothing ever comes back."""
+    with sockets.listen(job.directory / "store.sock", 8) as frozen:
+        frozen.setblocking(True)
+
+        def prove_then_freeze():
+            sock, _ = frozen.accept()
+            acceptor = proof.Acceptor(job.key, proof.context("store", job.job_id))
+            sock.sendall(acceptor.greeting)
+            sock.sendall(acceptor.feed(sock.recv(acceptor.need)))
+            return sock
+
+        with ThreadPoolExecutor(1) as pool:
+            accepted = pool.submit(prove_then_freeze)
+            client = StoreClient(job.address, job.key, job.job_id, 0)
+            began = time.monotonic()
+            with pytest.raises(StoreError, match="timed out"):
+                client.set("fault/0", b"", 0.3)
+            with pytest.raises(StoreError, match="cannot reach"):
+                client.set("fault/0", b"", 0.3)
+            assert time.monotonic() - began < 2
+            accepted.result().close()
+        client.close()

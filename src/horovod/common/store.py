@@ -150,16 +150,22 @@ class StoreClient:
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
         self._closed = False
-        self._idle: socket.socket | None = self._connect()
+        self._idle: socket.socket | None = self._connect(_CONNECT_S)
 
     @property
     def directory(self) -> Path:
         """The job's directory."""
         return self._path.parent
 
-    def set(self, key: str, value: bytes) -> None:
-        """Sets ``key``, replacing what it held. Returns once the store has it."""
-        self._call(Request(Kind.SET, key, value))
+    def set(self, key: str, value: bytes, timeout_s: float = _PROGRESS_S) -> None:
+        """Sets ``key``, replacing what it held. Returns once the store has it.
+
+        Args:
+            key: 1 to 255 bytes of text.
+            value: any number of bytes.
+            timeout_s: how long the store may make no progress.
+        """
+        self._call(Request(Kind.SET, key, value), timeout_s)
 
     def get(self, key: str, timeout_s: float) -> bytes:
         """Waits until somebody has set ``key`` and returns its value.
@@ -215,8 +221,8 @@ class StoreClient:
         for sock in self._open:
             sock.close()
 
-    def _connect(self) -> socket.socket:
-        deadline = time.monotonic() + _CONNECT_S
+    def _connect(self, timeout_s: float) -> socket.socket:
+        deadline = time.monotonic() + timeout_s
         sock = None
         try:
             sock = sockets.connect(self._path, deadline)
@@ -245,16 +251,16 @@ class StoreClient:
                 return
         self._discard(sock)
 
-    def _call(self, request: Request) -> Reply:
+    def _call(self, request: Request, progress_s: float = _PROGRESS_S) -> Reply:
         pieces = frames.encode_request(request)
         with self._lock:
             if self._closed:
                 raise StoreError("the connection to the job's store is closed")
             sock, self._idle = self._idle, None
         if sock is None:
-            sock = self._connect()
+            sock = self._connect(min(progress_s, _CONNECT_S))
         try:
-            reply = self._exchange(sock, pieces, request.timeout_ms / 1000)
+            reply = self._exchange(sock, pieces, request, progress_s)
         except (OSError, EOFError, frames.FrameError) as error:
             self._discard(sock)
             raise StoreError(
@@ -272,13 +278,16 @@ class StoreClient:
             raise StoreTimeout(f"waited {request.timeout_ms / 1000:g} s: {text}")
         raise StoreError(text)
 
-    def _exchange(self, sock: socket.socket, pieces: list[bytes], timeout_s: float) -> Reply:
-        sock.settimeout(_PROGRESS_S)
+    def _exchange(
+        self, sock: socket.socket, pieces: list[bytes], request: Request, progress_s: float
+    ) -> Reply:
+        sock.settimeout(progress_s)
         for piece in pieces:
             left = memoryview(piece)
             while left:
                 left = left[sock.send(left) :]
-        sock.settimeout(timeout_s + _ANSWER_GRACE_S)
+        if request.kind is not Kind.SET:
+            sock.settimeout(request.timeout_ms / 1000 + _ANSWER_GRACE_S)
         reader = frames.ReplyReader()
         while True:
             data = sock.recv(reader.need)
@@ -287,4 +296,4 @@ class StoreClient:
             reply = reader.feed(data)
             if reply is not None:
                 return reply
-            sock.settimeout(_PROGRESS_S)
+            sock.settimeout(progress_s)

@@ -1,0 +1,624 @@
+"""Starts and ends this process's one engine and answers where it stands; must not know any tensor.
+
+Only this file imports the core. A *world* is what one ``init()`` gives and ``shutdown()`` ends: the
+settings, the engine, the connection to the job's store and the thread that passes the engine's
+messages on. How a process ends is told to the others here as well: an uncaught exception is the
+reason that peers and launcher hear, and a normal end leaves in good order.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import contextlib
+import json
+import os
+import select
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol
+
+from horovod import _core
+from horovod.common import config, logs, wiring
+from horovod.common.config import Settings
+from horovod.common.exceptions import (
+    ForkedError,
+    HorovodInternalError,
+    MismatchError,
+    PeerLostError,
+    ResourceError,
+    ShutdownError,
+    StallError,
+)
+from horovod.common.store import StoreClient, StoreError, read_key
+
+__all__ = [
+    "Failure",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "engine",
+    "exception",
+    "gloo_built",
+    "gloo_enabled",
+    "host_of",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+]
+
+Failure = _core.Failure
+
+OUTBOX_BYTES = 8 << 20
+"""Shared memory of one rank that its peers read from: two slots' worth of streaming."""
+
+_LEAVE_S = 2.0  # how long an orderly shutdown waits for the others
+_LAST_WORDS_S = 0.5  # the same when leaving because of an exception
+_REPORT_S = 2.0  # the most that a report to the launcher may take
+_INVALID_ARGUMENT, _MISMATCH, _SHUTDOWN = 1, 2, 5  # the core's error kinds that mean more here
+_EXCEPTIONS: dict[int, type[HorovodInternalError]] = {
+    _MISMATCH: MismatchError,
+    3: PeerLostError,
+    4: StallError,
+    _SHUTDOWN: ShutdownError,
+    7: ResourceError,
+}
+
+
+class Registrar(Protocol):
+    """What ``process_sets`` does when a world begins and ends; it registers itself here."""
+
+    def check(self, sets: Sequence[Any], size: int) -> None:
+        """Raises ValueError if these can't be sets of a world of that size."""
+
+    def started(self, size: int) -> None:
+        """A world of that size begins."""
+
+    def bind(self, sets: Sequence[Any], fresh: bool) -> None:
+        """Registers the sets of ``init``, or finds them if the world isn't fresh."""
+
+    def stopped(self) -> None:
+        """The world ended: no set is registered any more."""
+
+
+class _Watcher:
+    """A thread that sleeps until the engine has something to say, and passes it on."""
+
+    def __init__(self, world: _World) -> None:
+        self._world = world
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = threading.Thread(target=self._run, name="horovod-watcher", daemon=True)
+        try:
+            self._thread.start()
+        except BaseException:
+            os.close(self._stop)
+            raise
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._stop, select.POLLIN)
+        poll.register(self._world.engine.message_fd(), select.POLLIN)
+        while not any(descriptor == self._stop for descriptor, _ in poll.poll()):
+            self._world.pass_on()
+
+    def close(self) -> None:
+        """Ends the thread after it has passed on what there is."""
+        os.eventfd_write(self._stop, 1)
+        self._thread.join()
+        self._world.pass_on()
+        os.close(self._stop)
+
+    def abandon(self) -> None:
+        """In a forked child, where there is no such thread."""
+        os.close(self._stop)
+
+
+@dataclass
+class _World:
+    """What one ``init()`` gave."""
+
+    settings: Settings
+    engine: Any
+    store: StoreClient | None
+    wires: wiring.Wires
+    reported: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def pass_on(self) -> None:
+        """Logs what the engine says, and reports to the launcher if it has failed."""
+        for level, text in self.engine.take_messages():
+            logs.LOGGER.log(level, text)
+        failure = self.engine.failure()
+        if failure is not None:
+            kind, text, rank = failure
+            lost = rank if rank >= 0 and rank != self.settings.rank else None
+            if kind != _SHUTDOWN:  # an orderly end is nobody's fault
+                self.report(lost, None, text)
+
+    def report(self, lost: int | None, exception: str | None, text: str) -> None:
+        """Tells the launcher, once, why this rank can't go on.
+
+        Args:
+            lost: the rank whose loss this is a consequence of, None if the cause lies here.
+            exception: the exception's last line, if there is one.
+            text: in words.
+        """
+        with self.lock:
+            if self.reported or self.store is None:
+                return
+            self.reported = True
+        report = {"lost": lost, "exception": exception, "text": text, "time": time.monotonic()}
+        try:
+            self.store.set(f"fault/{self.settings.rank}", json.dumps(report).encode(), _REPORT_S)
+        except StoreError as error:
+            logs.LOGGER.info("the launcher could not be told of a fault: %s", error)
+
+
+class _Runtime:
+    """The state of this module, in one place so that a forked child can be made inert at once."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # held while a world begins or ends
+        self.world: _World | None = None
+        self.watcher: _Watcher | None = None
+        self.forked = False
+        self.inherited: _World | None = None
+        self.hooked = False
+        self.registrar: Registrar | None = None
+
+
+_runtime = _Runtime()
+
+
+def set_registrar(registrar: Registrar) -> None:
+    """Lets ``process_sets`` take part in ``init`` and ``shutdown``."""
+    _runtime.registrar = registrar
+    if _runtime.world is not None:
+        registrar.started(_runtime.world.settings.size)
+
+
+def init(comm: Any = None, process_sets: Any = None) -> None:
+    """Starts the engine and connects to all other processes of the job. All must call it.
+
+    Blocks until every process has called it, at most HOROVOD_START_TIMEOUT seconds. A second call
+    while the engine runs starts nothing. After ``shutdown()`` it may be called again.
+
+    Args:
+        comm: None, or a list of all ranks; sub-communicators need MPI and are not supported.
+        process_sets: ``ProcessSet`` objects to register, the same on every rank and in the same
+            order, or ``"dynamic"``, which is accepted: sets can always be added later.
+
+    Raises:
+        ValueError: ``comm`` or ``process_sets`` is wrong; or two sets have the same ranks, in which
+            case the engine runs and a call with a valid list succeeds.
+        HorovodInternalError: the processes could not be connected; the text says why. The
+            subclasses ResourceError and PeerLostError say what was missing.
+    """
+    if isinstance(process_sets, str):
+        if process_sets.lower() != "dynamic":
+            raise ValueError(f'process_sets is {process_sets!r}: a list or "dynamic" is accepted')
+        os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+        process_sets = None
+    sets = list(process_sets or ())
+    with _runtime.lock:
+        fresh = _runtime.world is None
+        if _runtime.world is None or _runtime.forked:
+            _start(comm, sets)
+        else:
+            _check_comm(comm, _runtime.world.settings.size)
+    if sets:  # waits for the other ranks, so without the lock
+        _registrar_for(sets).bind(sets, fresh)
+
+
+def _registrar_for(sets: Sequence[Any]) -> Registrar:
+    if _runtime.registrar is None:
+        raise ValueError(f"process_sets must hold ProcessSet objects, not {type(sets[0]).__name__}")
+    return _runtime.registrar
+
+
+def _check_comm(comm: Any, size: int) -> None:
+    if comm is None:
+        return
+    if not isinstance(comm, Iterable):
+        raise ValueError(
+            f"comm is a {type(comm).__name__}: MPI communicators are not supported, give None or "
+            f"the list of all ranks"
+        )
+    ranks = list(comm)
+    if ranks and sorted(ranks) != list(range(size)):
+        raise ValueError(
+            f"comm is {ranks}: only None or all ranks, 0 to {size - 1}, are supported; use "
+            f"process_sets for groups of ranks"
+        )
+
+
+def _start(comm: Any, sets: Sequence[Any]) -> None:
+    if _runtime.forked:
+        raise _forked_error()
+    settings = config.from_environ()
+    foreign = config.foreign_launcher()
+    if foreign is not None:
+        raise HorovodInternalError(foreign)
+    if settings.size > 1 and settings.store is None:
+        raise HorovodInternalError(
+            f"HOROVOD_SIZE={settings.size} but HOROVOD_STORE is not set, so the other processes "
+            f"can't be found: start the job with `horovodrun -np {settings.size} python train.py`, "
+            f"or unset the HOROVOD_* variables if this process is meant to be on its own"
+        )
+    _check_comm(comm, settings.size)
+    if sets:
+        _registrar_for(sets).check(sets, settings.size)
+    logs.configure(settings.log_level, settings.log_hide_time, settings.rank)
+    with contextlib.ExitStack() as undo:
+        store = _open_store(settings)
+        if store is not None:
+            undo.callback(store.close)
+        plan = _plan(settings)
+        if settings.size == 1 or store is None:
+            wires = wiring.world_of_one(settings, plan)
+        else:
+            wires = wiring.connect(settings, plan, store)
+        try:
+            core = _make_engine(settings, wires)
+        finally:
+            wires.close()  # the engine has duplicates of its own
+        undo.callback(core.shutdown, "init() failed", _LAST_WORDS_S)
+        world = _World(settings, core, store, wires)
+        try:
+            watcher = _Watcher(world)
+        except (OSError, RuntimeError) as error:
+            raise ResourceError(f"[horovod] init: no thread for messages: {error}") from error
+        undo.pop_all()
+    _install_hooks()
+    _runtime.world, _runtime.watcher = world, watcher
+    if _runtime.registrar is not None:
+        _runtime.registrar.started(settings.size)
+
+
+def _open_store(settings: Settings) -> StoreClient | None:
+    if settings.store is None:
+        return None
+    if settings.job_key_file is None or settings.job_id is None:
+        raise HorovodInternalError(
+            "HOROVOD_STORE is set but HOROVOD_JOB_KEY_FILE or HOROVOD_JOB_ID is not: the launcher "
+            "sets all three, and all of them must reach the process"
+        )
+    key = read_key(settings.job_key_file)
+    return StoreClient(settings.store, key, settings.job_id, settings.rank)
+
+
+def _plan(settings: Settings) -> dict[str, int]:
+    """What shapes every schedule; rank 0's is used by all."""
+    return {
+        "fusion_threshold_bytes": settings.fusion_threshold_bytes,
+        "cycle_time_us": round(settings.cycle_time_ms * 1000),
+        "segment_bytes": _core.segment_bytes(settings.size, OUTBOX_BYTES),
+        "outbox_bytes": OUTBOX_BYTES,
+        "cache_capacity": settings.cache_capacity,
+        "join_all_ops": int(settings.join_all_ops),
+        "disable_group_fusion": int(settings.disable_group_fusion),
+    }
+
+
+def _make_engine(settings: Settings, wires: wiring.Wires) -> Any:
+    local = {
+        "segments": wires.segments,
+        "doorbells": wires.doorbells,
+        "sockets": wires.sockets,
+        "pidfds": wires.pidfds,
+    }
+    options = {
+        "simd": settings.simd,
+        "stall_check": int(settings.stall_check_enabled),
+        "stall_warning_s": settings.stall_warning_s,
+        "stall_shutdown_s": settings.stall_shutdown_s,
+        "deadlock_s": settings.deadlock_s,
+        "heartbeat_s": settings.heartbeat_s,
+    }
+    try:
+        return _core.Engine(
+            settings.rank, settings.size, wires.hosts, wires.names, local, wires.plan, options
+        )
+    except Failure as failure:
+        kind, text, rank = failure.args
+        raise exception(kind, text, rank, "init") from failure
+
+
+def exception(kind: int, text: str, rank: int, op: str) -> Exception:
+    """The Python exception for an error of the core.
+
+    Args:
+        kind: the core's ErrorKind.
+        text: what happened, in words.
+        rank: who is to blame, -1 if nobody is.
+        op: the full name of the operation.
+    """
+    if kind == _INVALID_ARGUMENT:
+        return ValueError(text)
+    submitted = text.partition('": ')[2] if kind == _MISMATCH else None
+    return _EXCEPTIONS.get(kind, HorovodInternalError)(
+        text,
+        rank=rank if rank >= 0 else None,
+        host=host_of(rank) if is_initialized() else None,
+        op=op,
+        submitted=submitted or None,
+    )
+
+
+def shutdown() -> None:
+    """Ends the engine in good order: what all ranks agreed on still runs.
+
+    Operations of this rank that can't complete any more raise HorovodInternalError where they are
+    waited for; so do those of other ranks that need this one. Blocks for at most a few seconds.
+    Does nothing if the engine isn't running. All ranks should call it.
+    """
+    _end("", _LEAVE_S)
+
+
+def _end(reason: str, timeout_s: float) -> None:
+    if not _runtime.lock.acquire(timeout=_LEAVE_S + timeout_s):
+        return  # another thread is busy in init() or shutdown(); the process may end meanwhile
+    try:
+        world, watcher = _runtime.world, _runtime.watcher
+        _runtime.world, _runtime.watcher = None, None
+        if world is None:
+            return
+        if _runtime.forked:
+            _runtime.inherited = world  # its engine must never be destroyed here
+            return
+        try:
+            world.engine.shutdown(reason, timeout_s)
+        finally:
+            if watcher is not None:
+                watcher.close()
+            if world.store is not None:
+                world.store.close()
+            if _runtime.registrar is not None:
+                _runtime.registrar.stopped()
+    finally:
+        _runtime.lock.release()
+
+
+def is_initialized() -> bool:
+    """Whether ``init()`` has completed and ``shutdown()`` was not called since.
+
+    It stays true when another rank ended the job, until this process calls ``shutdown()``.
+    """
+    return _runtime.world is not None
+
+
+def engine() -> Any:
+    """The running engine.
+
+    Raises:
+        ForkedError: this process is a forked child of one that called ``init()``.
+        ShutdownError: ``init()`` was not called, or ``shutdown()`` was.
+    """
+    world = _runtime.world
+    if _runtime.forked:
+        raise _forked_error()
+    if world is None:
+        raise ShutdownError("horovod is not initialized: call init() first")
+    return world.engine
+
+
+def _forked_error() -> ForkedError:
+    return ForkedError(
+        "this process was forked from one that had called init(), and the connections to the other "
+        "ranks stay with the parent: call horovod there, or start this process with the spawn or "
+        "forkserver method"
+    )
+
+
+def _world() -> _World:
+    world = _runtime.world
+    if world is None:
+        raise ValueError("horovod is not initialized: call init() first")
+    return world
+
+
+def rank() -> int:
+    """This process's number among all processes, 0 to ``size()`` - 1.
+
+    Like all questions about the placement it is answered in forked children too, so that data
+    loaders can ask. Raises ValueError before ``init()``.
+    """
+    return _world().settings.rank
+
+
+def size() -> int:
+    """How many processes there are. Raises ValueError before ``init()``."""
+    return _world().settings.size
+
+
+def local_rank() -> int:
+    """This process's number among those of its host. Raises ValueError before ``init()``."""
+    return _world().settings.local_rank
+
+
+def local_size() -> int:
+    """How many processes this host has. Raises ValueError before ``init()``."""
+    return _world().settings.local_size
+
+
+def cross_rank() -> int:
+    """This host's number among the hosts that have a process with this process's local rank.
+
+    Raises ValueError before ``init()``.
+    """
+    return _world().settings.cross_rank
+
+
+def cross_size() -> int:
+    """How many hosts have a process with this process's local rank.
+
+    Raises ValueError before ``init()``.
+    """
+    return _world().settings.cross_size
+
+
+def is_homogeneous() -> bool:
+    """Whether every host has the same number of processes. Raises ValueError before ``init()``."""
+    return len(set(collections.Counter(_world().wires.hosts).values())) == 1
+
+
+def host_of(rank: int) -> str | None:
+    """The host of a rank, None if there is no such rank. Raises ValueError before ``init()``."""
+    names = _world().wires.names
+    return names[rank].rpartition(" pid ")[0] if 0 <= rank < len(names) else None
+
+
+def mpi_threads_supported() -> bool:
+    """Always raises ValueError: MPI isn't used."""
+    _world()
+    raise ValueError("MPI is not enabled in this run, so it has no threading support to ask for")
+
+
+def mpi_enabled() -> bool:
+    """Whether MPI is used in this run: no."""
+    return False
+
+
+def mpi_built() -> bool:
+    """Whether MPI can be used: no."""
+    return False
+
+
+def gloo_enabled() -> bool:
+    """Whether the library's own control and data plane is used in this run: yes.
+
+    The name is the one that scripts ask for; no code of Gloo is involved.
+    """
+    return True
+
+
+def gloo_built() -> bool:
+    """Whether the library's own control and data plane can be used: yes."""
+    return True
+
+
+def nccl_built() -> int:
+    """The version code of NCCL, 0 if it can't be used."""
+    return 0
+
+
+def ddl_built() -> bool:
+    """Whether IBM DDL can be used: no."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Whether oneCCL can be used: no."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Whether operations on CUDA tensors can be used: no."""
+    return False
+
+
+def rocm_built() -> bool:
+    """Whether operations on ROCm tensors can be used: no."""
+    return False
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Raises ValueError: this version can't record a timeline."""
+    _no_timeline("start_timeline")
+
+
+def stop_timeline() -> None:
+    """Raises ValueError: this version can't record a timeline."""
+    _no_timeline("stop_timeline")
+
+
+def _no_timeline(name: str) -> None:
+    _world()
+    raise ValueError(
+        f"{name}() needs a process that was started with HOROVOD_TIMELINE set to a path or to "
+        f"DYNAMIC, and this version of horovod does not record timelines yet"
+    )
+
+
+# --- how the process ends ---
+
+
+def _install_hooks() -> None:
+    """Takes part, once per process, in its end, its uncaught exceptions and its forks."""
+    if _runtime.hooked:
+        return
+    _runtime.hooked = True
+    atexit.register(_at_exit)
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+    previous = sys.excepthook
+
+    def report_then_go_on(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        try:
+            _leave_because_of(error)
+        finally:
+            previous(kind, error, trace)
+
+    sys.excepthook = report_then_go_on
+
+
+def _leave_because_of(error: BaseException) -> None:
+    """Tells launcher and peers of the uncaught exception that ends this process."""
+    world = _runtime.world
+    if world is None or _runtime.forked or hasattr(sys, "ps1"):  # a prompt goes on after an error
+        return
+    line = traceback.format_exception_only(error)[-1].strip()
+    world.report(_lost_rank(error, world.settings.rank), line, line)
+    _end(line, _LAST_WORDS_S)
+
+
+def _lost_rank(error: BaseException | None, own: int) -> int | None:
+    """The rank whose loss led to the exception, even if the user raised another one over it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, (PeerLostError, ShutdownError, StallError)):
+            return None if error.rank in (None, own) else error.rank
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _at_exit() -> None:
+    """Leaves in good order, or names the exception if a foreign hook kept ours from doing so."""
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, BaseException):
+        _leave_because_of(error)
+    shutdown()
+
+
+def _after_fork_in_child() -> None:
+    world, watcher = _runtime.world, _runtime.watcher
+    _runtime.lock = threading.RLock()  # a thread that does not exist here may hold the old one
+    if world is None or _runtime.forked:
+        return
+    _runtime.forked = True
+    world.engine.abandon()
+    if watcher is not None:
+        watcher.abandon()
+    if world.store is not None:
+        world.store.abandon()
