@@ -8,6 +8,7 @@ of them waits for a call that never comes.
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -17,14 +18,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from horovod.common import basics
-from horovod.common.exceptions import (
-    HorovodInternalError,
-    MismatchError,
-    PeerLostError,
-    ResourceError,
-    ShutdownError,
-    StallError,
-)
+from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import ProcessSet
 
 
@@ -57,36 +51,23 @@ class DType(IntEnum):
     complex128 = 12
 
 
-_ARITHMETIC = frozenset(ReduceOp) - {ReduceOp.Adasum}
-_REDUCTIONS = dict.fromkeys(DType, _ARITHMETIC) | {
-    # Sum and Product of bool are "or" and "and"; complex numbers have no order.
-    DType.bool: _ARITHMETIC - {ReduceOp.Average},
-    DType.complex64: _ARITHMETIC - {ReduceOp.Min, ReduceOp.Max},
-    DType.complex128: _ARITHMETIC - {ReduceOp.Min, ReduceOp.Max},
-}
-
-
 @dataclass(frozen=True)
 class Op:
-    """One row of the table of operations."""
+    """One row of the table of operations; the engine's own table says what each may be given."""
 
     kind: int
     name: str
-    reductions: frozenset[ReduceOp] = frozenset()
-    needs_rows: bool = False  # a 0-d tensor has no dim 0 to gather or scatter
-    rooted: bool = False
-    fixed_name: bool = False  # no tensor, hence no name of the user's
+    reductions: frozenset[ReduceOp] | None = None
+    """What it can reduce with, if that is less than the engine could."""
 
 
-ALLREDUCE = Op(0, "allreduce", reductions=_ARITHMETIC)
-ALLGATHER = Op(1, "allgather", needs_rows=True)
-BROADCAST = Op(2, "broadcast", rooted=True)
-ALLTOALL = Op(3, "alltoall", needs_rows=True)
-REDUCESCATTER = Op(
-    4, "reducescatter", reductions=frozenset({ReduceOp.Average, ReduceOp.Sum}), needs_rows=True
-)
-BARRIER = Op(5, "barrier", fixed_name=True)
-JOIN = Op(6, "join", fixed_name=True)
+ALLREDUCE = Op(0, "allreduce")
+ALLGATHER = Op(1, "allgather")
+BROADCAST = Op(2, "broadcast")
+ALLTOALL = Op(3, "alltoall")
+REDUCESCATTER = Op(4, "reducescatter", frozenset({ReduceOp.Average, ReduceOp.Sum}))
+BARRIER = Op(5, "barrier")
+JOIN = Op(6, "join")
 
 
 class View(NamedTuple):
@@ -105,6 +86,8 @@ def reduce_op(op: int | None, average: bool | None) -> ReduceOp:
         ValueError: both are given, or ``op`` is none of the constants.
         TypeError: ``average`` is a string: a name at the place of ``average``.
     """
+    if average is None and isinstance(op, ReduceOp):
+        return op
     if isinstance(average, str):
         raise TypeError(
             f"average must be True or False, not {average!r}: pass name=, it comes third"
@@ -122,26 +105,6 @@ def reduce_op(op: int | None, average: bool | None) -> ReduceOp:
         return ReduceOp.Average if op is None else ReduceOp(op)
     except ValueError:
         raise ValueError(f"op {op!r} is none of {', '.join(ReduceOp.__members__)}") from None
-
-
-_EXCEPTIONS: dict[int, Callable[..., Exception]] = {
-    2: MismatchError,
-    3: PeerLostError,
-    4: StallError,
-    5: ShutdownError,
-    6: lambda text, **_: ImportError(text),
-    7: ResourceError,
-}
-
-
-def exception(kind: int, text: str, rank: int, op: str) -> Exception:
-    """The Python exception for an error of the engine."""
-    if kind == 1:
-        return ValueError(text)
-    submitted = text.partition('": ')[2] if kind == 2 else None
-    return _EXCEPTIONS.get(kind, HorovodInternalError)(
-        text, rank=rank if rank >= 0 else None, op=op, submitted=submitted or None
-    )
 
 
 class _Pending(NamedTuple):
@@ -218,7 +181,8 @@ class Call:
         self.unnamed = name is None
         prefix = f"grouped_{op.name}" if grouped else op.name
         if name is None:
-            name = "noname" if op.fixed_name else f"noname.{_calls.number(self._set, prefix)}"
+            number = _calls.number(self._set, prefix) if op.kind < BARRIER.kind else None
+            name = "noname" if number is None else f"noname.{number}"
         self.name = f"{prefix}.{name}"
 
     def __enter__(self) -> Call:
@@ -231,10 +195,13 @@ class Call:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Tells the other ranks if the call failed here."""
-        if error is not None and not self._handed_over:
-            reason = f"{type(error).__name__}: {error}"
-            self._engine.reject(self.op.kind, self.name, self._set, reason)
+        """Tells the other ranks if the call failed here, and the caller which call it was."""
+        if error is None or self._handed_over:
+            return
+        self._engine.reject(self.op.kind, self.name, self._set, f"{type(error).__name__}: {error}")
+        if kind is ValueError or kind is TypeError:
+            where = f"[horovod {basics.rank()}/{basics.size()}] {self.op.name}"
+            raise kind(f'{where} "{self.name}": {error}') from error
 
     def submit(
         self,
@@ -267,7 +234,13 @@ class Call:
             ValueError: an argument is wrong, or the name is in flight already.
             HorovodInternalError: the engine is not running, or the operation can't reduce so.
         """
-        self._check(views, reduce_op, root, splits)
+        allowed = self.op.reductions
+        if allowed is not None and reduce_op not in allowed:
+            names = " or ".join(sorted(op.name for op in allowed))
+            raise HorovodInternalError(
+                f"{self.name}: op must be {names}, not {reduce_op.name}", op=self.name
+            )
+        root, prescale, postscale = operator.index(root), float(prescale), float(postscale)
         self._handed_over = True
         try:
             ticket = self._engine.submit(
@@ -276,57 +249,18 @@ class Call:
                 self._set,
                 views,
                 int(reduce_op),
-                float(prescale),
-                float(postscale),
+                prescale,
+                postscale,
                 root,
                 splits,
                 self.unnamed,
                 keep,
             )
         except basics.Failure as failure:
-            kind, text, rank = failure.args
-            raise exception(kind, text, rank, self.name) from None
+            raise _exception(failure, self.name) from None
         if _calls.dropped:
             _sweep()
         return _calls.add(_Pending(self._engine, ticket, self.name, finish))
-
-    def _check(
-        self, views: Sequence[View], reduce_op: ReduceOp, root: int, splits: Sequence[int] | None
-    ) -> None:
-        op = self.op
-        if op.reductions and reduce_op not in op.reductions:
-            if op is REDUCESCATTER:
-                raise HorovodInternalError(
-                    f"{self.name}: op must be Sum or Average, not {reduce_op.name}", op=self.name
-                )
-            raise ValueError(f"{self.name}: op {reduce_op.name} is not supported")
-        for view in views:
-            if op.reductions and reduce_op not in _REDUCTIONS[DType(view.dtype)]:
-                dtype = DType(view.dtype).name
-                raise ValueError(f"{self.name}: op {reduce_op.name} has no meaning for {dtype}")
-            if op.needs_rows and not view.shape:
-                raise ValueError(f"{self.name}: a 0-d tensor has no rows; reshape it to (1,) first")
-        if op.rooted and root not in (self.process_set.ranks or ()):
-            raise ValueError(
-                f"{self.name}: root_rank {root} is not one of the ranks {self.process_set.ranks}"
-            )
-        if op is ALLTOALL:
-            _check_splits(self.name, views[0].shape[0], splits, members(self.process_set))
-
-
-def _check_splits(name: str, rows: int, splits: Sequence[int] | None, size: int) -> None:
-    if splits is None:
-        if rows % size:
-            raise ValueError(
-                f"{name}: {rows} rows can't be split equally over {size} ranks: give splits"
-            )
-        return
-    if len(splits) != size:
-        raise ValueError(f"{name}: {len(splits)} splits for {size} ranks")
-    if min(splits) < 0:
-        raise ValueError(f"{name}: splits {list(splits)} has a negative entry")
-    if sum(splits) > rows:
-        raise ValueError(f"{name}: splits add up to {sum(splits)}, the tensor has {rows} rows")
 
 
 def _set_id(process_set: ProcessSet, op: Op, name: str | None) -> int:
@@ -356,8 +290,7 @@ def members(process_set: ProcessSet) -> int:
 
 def index(process_set: ProcessSet) -> int:
     """This rank's place among the members of a registered process set."""
-    rank = basics.rank()
-    return rank if process_set.process_set_id == 0 else (process_set.ranks or []).index(rank)
+    return (process_set.ranks or []).index(basics.rank())
 
 
 def poll(handle: int) -> bool:
@@ -402,18 +335,22 @@ def synchronize(handle: int) -> Any:
     pending = _calls.pending.get(handle)
     if pending is None:
         return None
-    while not pending.engine.wait(pending.ticket, _WAIT_S):
-        pass
-    if _calls.pending.pop(handle, None) is None:
-        return None  # another thread took it while we waited
-    return _take(pending)
-
-
-def _take(pending: _Pending) -> Any:
-    result = pending.engine.take(pending.ticket)
+    try:
+        while not pending.engine.wait(pending.ticket, _WAIT_S):
+            pass
+        if _calls.pending.pop(handle, None) is None:
+            return None  # another thread took it while we waited
+        result = pending.engine.take(pending.ticket)
+    except basics.Failure as failure:
+        raise _exception(failure, pending.name) from None
     if result.kind:
-        raise exception(result.kind, result.text, result.rank, pending.name)
+        raise basics.exception(result.kind, result.text, result.rank, pending.name)
     return pending.finish(result)
+
+
+def _exception(failure: basics.Failure, op: str) -> Exception:
+    kind, text, rank = failure.args
+    return basics.exception(kind, text, rank, op)
 
 
 def synchronize_all(handles: Iterable[int]) -> list[Any]:

@@ -17,12 +17,12 @@ class _CastCompressor(Compressor[torch.Tensor]):
     wire: ClassVar[torch.dtype]
 
     @classmethod
-    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:  # type: ignore[override]
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Casts to the wire type; the context is the original type."""
         return (tensor.to(cls.wire) if tensor.is_floating_point() else tensor), tensor.dtype
 
     @classmethod
-    def decompress(cls, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:  # type: ignore[override]
+    def decompress(cls, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """Casts back to the original type."""
         return tensor.to(ctx) if ctx.is_floating_point else tensor
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -70,13 +71,15 @@ def _broadcast_all(entries: Iterable[tuple[str | None, torch.Tensor]], root_rank
 # Optimizer state: the root sends a skeleton, in which places stand for tensors, then the tensors.
 
 
-class _Parameter(NamedTuple):
+@dataclass(frozen=True)
+class _Parameter:
     """Stands for one of the optimizer's own parameters."""
 
     index: int
 
 
-class _Tensor(NamedTuple):
+@dataclass(frozen=True)
+class _Tensor:
     """Stands for any other tensor."""
 
     index: int
@@ -151,8 +154,11 @@ def _replace_options(group: dict[str, Any], options: dict[str, Any]) -> None:
         del group[key]
     for key, value in options.items():
         old = group.get(key)
-        same_kind = isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor)
-        if same_kind and (old.shape, old.dtype) == (value.shape, value.dtype):
+        if (
+            isinstance(old, torch.Tensor)
+            and isinstance(value, torch.Tensor)
+            and (old.shape, old.dtype) == (value.shape, value.dtype)
+        ):
             with torch.no_grad():
                 old.copy_(value)  # schedulers and compiled steps hold on to a learning-rate tensor
         else:

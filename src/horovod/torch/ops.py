@@ -17,7 +17,7 @@ from horovod.common import basics, ops
 from horovod.common.compression import Compressor, NoneCompressor
 from horovod.common.ops import Call, ReduceOp, reduce_op, synchronize
 from horovod.common.process_sets import ProcessSet, global_process_set
-from horovod.torch.views import Staged, in_place, to_gathered, to_new, to_scattered
+from horovod.torch.views import Staged, in_place, to_engine, to_new
 
 Average = ReduceOp.Average
 Sum = ReduceOp.Sum
@@ -43,7 +43,7 @@ def _submit(
     with Call(op, name, process_set, grouped=grouped) as call:
         staged = [stage(tensor) for tensor in tensors]
         if not staged:
-            raise ValueError(f"{call.name}: the list of tensors is empty")
+            raise ValueError("the list of tensors is empty")
 
         def finish(result: Any) -> Any:
             outputs = tuple(
@@ -322,7 +322,7 @@ def _allgather(
     tensors: Tensors, grouped: bool, name: str | None, process_set: ProcessSet
 ) -> Tensors:
     def run(tensors: Tensors) -> Tensors:
-        handle = _submit(ops.ALLGATHER, tensors, to_gathered, name, process_set, grouped)
+        handle = _submit(ops.ALLGATHER, tensors, to_engine, name, process_set, grouped)
         return _outputs(handle, grouped)
 
     def gradient(grads: Tensors) -> Tensors:
@@ -366,7 +366,7 @@ def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """As `allgather`, but gives a handle at once."""
-    return _submit(ops.ALLGATHER, (tensor,), to_gathered, name, process_set)
+    return _submit(ops.ALLGATHER, (tensor,), to_engine, name, process_set)
 
 
 def grouped_allgather(
@@ -380,7 +380,7 @@ def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """As `grouped_allgather`, but gives a handle at once; `synchronize` then gives a tuple."""
-    return _submit(ops.ALLGATHER, tensors, to_gathered, name, process_set, grouped=True)
+    return _submit(ops.ALLGATHER, tensors, to_engine, name, process_set, grouped=True)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -508,7 +508,7 @@ def alltoall_async(
 ) -> int:
     """As `alltoall`, but gives a handle at once; `synchronize` always gives the tuple."""
     with Call(ops.ALLTOALL, name, process_set) as call:
-        staged = to_gathered(tensor)
+        staged = to_engine(tensor)
         sent, device = _splits(splits)
 
         def finish(result: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -550,8 +550,9 @@ def _reducescatter(
     options: dict[str, Any] = {"reduce_op": op, "prescale": scales[0], "postscale": scales[1]}
 
     def run(tensors: Tensors) -> Tensors:
-        stage = to_scattered(process_set)
-        handle = _submit(ops.REDUCESCATTER, tensors, stage, name, process_set, grouped, **options)
+        handle = _submit(
+            ops.REDUCESCATTER, tensors, to_engine, name, process_set, grouped, **options
+        )
         return _outputs(handle, grouped)
 
     def gradient(grads: Tensors) -> Tensors:
@@ -616,7 +617,7 @@ def reducescatter_async(
     return _submit(
         ops.REDUCESCATTER,
         (tensor,),
-        to_scattered(process_set),
+        to_engine,
         name,
         process_set,
         reduce_op=reduce_op(op, None),
@@ -652,7 +653,7 @@ def grouped_reducescatter_async(
     return _submit(
         ops.REDUCESCATTER,
         tensors,
-        to_scattered(process_set),
+        to_engine,
         name,
         process_set,
         grouped=True,

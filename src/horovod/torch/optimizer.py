@@ -103,7 +103,8 @@ class _Distributed(torch.optim.Optimizer):
         for parameter in _parameters(self.param_groups):
             if parameter.requires_grad and parameter not in self._allreduce_delay:
                 _registry.claim(parameter, self)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._hooks.append(handle)
                 self._allreduce_delay[parameter] = self.backward_passes_per_step
 
     def _retire(self) -> None:
@@ -205,7 +206,7 @@ class _Distributed(torch.optim.Optimizer):
         finally:
             self._skipping = False
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduces the gradients and takes the wrapped optimizer's step.
 
         Args:
@@ -219,7 +220,7 @@ class _Distributed(torch.optim.Optimizer):
         if closure is not None and not self._skipping:
             if self._handles:
                 self.synchronize()
-            result = super().step(functools.partial(self._evaluate, closure))
+            result: Any = super().step(functools.partial(self._evaluate, closure))
         else:
             if not self._skipping:
                 if self._synchronized:
@@ -230,7 +231,7 @@ class _Distributed(torch.optim.Optimizer):
                         stacklevel=2,
                     )
                 self.synchronize()
-            result = super().step(closure)  # type: ignore[arg-type, func-returns-value]
+            result = super().step(closure)
         self._synchronized = False
         return result
 
@@ -321,7 +322,7 @@ def _names(
 
 
 @functools.cache
-def _distributed_class(wrapped: type[torch.optim.Optimizer]) -> type[_Distributed]:
+def _distributed_class(wrapped: Any) -> type[_Distributed]:
     doc = f"A `{wrapped.__module__}.{wrapped.__qualname__}` that reduces gradients over ranks."
     namespace = {"__module__": __name__, "__doc__": doc}
     return type(wrapped.__name__, (_Distributed, wrapped), namespace)
@@ -386,7 +387,8 @@ def DistributedOptimizer(
     if isinstance(optimizer, _Distributed):
         raise ValueError("the optimizer is a DistributedOptimizer already")
 
-    wrapper = _distributed_class(type(optimizer))
+    kind: Any = type(optimizer)
+    wrapper = _distributed_class(kind)
     distributed = wrapper.__new__(wrapper)
     # An attribute that stands for a method, such as the step that a scheduler replaced, is the
     # wrapped instance's own.

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from horovod.common import ops
 from horovod.common.ops import View
-from horovod.common.process_sets import ProcessSet
 
 _DTYPES = {
     getattr(torch, dtype.name): int(dtype) for dtype in ops.DType if hasattr(torch, dtype.name)
@@ -99,26 +99,9 @@ def in_place(tensor: torch.Tensor) -> Staged:
     return Staged(View(pointer, pointer, dtype, tuple(memory.shape)), (memory,), finish)
 
 
-def to_gathered(tensor: torch.Tensor) -> Staged:
-    """For a result whose rows only the engine learns."""
+def to_engine(tensor: torch.Tensor) -> Staged:
+    """For a result of other rows, for which the engine allocates the memory."""
     dtype = _dtype(tensor)
     source, _ = _row_major(tensor)
     view = View(_pointer(source), 0, dtype, tuple(source.shape))
-    return Staged(view, (source,), torch.from_dlpack)
-
-
-def to_scattered(process_set: ProcessSet) -> Callable[[torch.Tensor], Staged]:
-    """For this rank's share of n rows: n // members, one more on the first n % members."""
-
-    def stage(tensor: torch.Tensor) -> Staged:
-        dtype = _dtype(tensor)
-        source, _ = _row_major(tensor)
-        if source.dim() == 0:  # has no rows to share; the op table refuses it
-            return Staged(View(0, 0, dtype, ()), (), torch.from_dlpack)
-        rows, extra = divmod(source.shape[0], ops.members(process_set))
-        mine = rows + (ops.index(process_set) < extra)
-        output = source.new_empty((mine, *source.shape[1:]))
-        view = View(_pointer(source), _pointer(output), dtype, tuple(source.shape))
-        return Staged(view, (source, output), lambda _: output)
-
-    return stage
+    return Staged(view, (source,), from_dlpack)
