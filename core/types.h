@@ -144,6 +144,7 @@ struct Status {
   int32_t rank = -1;  // whom it is about, where that is one rank
 
   bool ok() const { return kind == ErrorKind::None; }
+  bool operator==(const Status&) const = default;
 };
 
 class Error : public std::runtime_error {

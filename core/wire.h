@@ -53,26 +53,32 @@ struct Request {
 struct Announce {  // the first time, or whenever anything but dim 0 of gathers changed
   Request request;
   bool blocked = false;
+  bool operator==(const Announce&) const = default;
 };
 struct AnnounceCached {  // an abbreviation of the Request that an Entry gave this id
   uint64_t id = 0;
   bool blocked = false;
+  bool operator==(const AnnounceCached&) const = default;
 };
 struct Blocked {  // a caller now waits for something announced before
   uint32_t set = 0;
   std::string name;
+  bool operator==(const Blocked&) const = default;
 };
 struct Reject {  // this rank's matching call failed locally: the others must not wait for it
   OpKind kind = OpKind::Allreduce;
   uint32_t set = 0;
   std::string name;
   std::string text;
+  bool operator==(const Reject&) const = default;
 };
 struct Done {  // from the lowest contributor of an entry that moves data
   uint64_t seq = 0;
+  bool operator==(const Done&) const = default;
 };
 struct Leave {  // this rank shuts down; nothing follows
   std::string text;
+  bool operator==(const Leave&) const = default;
 };
 using Item = std::variant<Announce, AnnounceCached, Blocked, Reject, Done, Leave>;
 
@@ -81,6 +87,7 @@ using Item = std::variant<Announce, AnnounceCached, Blocked, Reject, Done, Leave
 struct EntryItem {
   uint64_t id = 0;   // 0: not cached
   std::string name;  // empty if every contributor announced the id
+  bool operator==(const EntryItem&) const = default;
 };
 
 // A place in the one global order: every contributor runs it when it is its turn. Calls of one
@@ -95,12 +102,15 @@ struct Entry {
   Status status;               // not ok: an error entry; every contributor's call fails with it
   int64_t value = 0;           // Join: who joined last. AddSet, RemoveSet: the uid
   std::vector<int32_t> ranks;  // AddSet: the members
+  bool operator==(const Entry&) const = default;
 };
 struct Resend {  // the coordinator no longer knows this id: announce the call in full
   uint64_t id = 0;
+  bool operator==(const Resend&) const = default;
 };
 struct Abort {  // the epoch is over
   Status status;
+  bool operator==(const Abort&) const = default;
 };
 using Decision = std::variant<Entry, Resend, Abort>;
 
@@ -108,6 +118,7 @@ using Decision = std::variant<Entry, Resend, Abort>;
 struct Goodbye {
   Status status;  // ok: an orderly end. Else why it ends; `rank` is whom that is about (the cause,
                   // not the messenger)
+  bool operator==(const Goodbye&) const = default;
 };
 
 using Message = std::variant<Announce, AnnounceCached, Blocked, Reject, Done, Leave, Entry, Resend,
