@@ -9,6 +9,8 @@ import pytest
 from horovod.common import config
 from horovod.common.store import StoreServer, make_job
 
+from .ranks import Ranks
+
 
 @pytest.fixture
 def job(tmp_path):
@@ -43,3 +45,11 @@ def settings(job):
         )
 
     return make
+
+
+@pytest.fixture
+def ranks(job, server):
+    """Runs scripts as the ranks of a job."""
+    ranks = Ranks(job, server)
+    yield ranks
+    ranks.kill()

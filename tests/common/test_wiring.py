@@ -23,7 +23,7 @@ from horovod.common.exceptions import HorovodInternalError, PeerLostError, Resou
 from horovod.common.store import StoreClient
 
 SEGMENT_BYTES = 1 << 16
-PLAN = {"segment_bytes": SEGMENT_BYTES, "fusion_threshold_bytes": 12345}
+PLAN = {"fusion_threshold_bytes": 12345}
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def connect_all(job, server, settings):
             mine = settings(rank, size, **changes)
             client = StoreClient(job.address, job.key, job.job_id, rank)
             try:
-                wires = wiring.connect(mine, {**PLAN, "of": rank}, client)
+                wires = wiring.connect(mine, {**PLAN, "of": rank}, SEGMENT_BYTES, client)
                 made.append(wires)
                 return wires
             except HorovodInternalError as error:
@@ -113,7 +113,9 @@ def test_all_have_the_plan_of_rank_0_one_generation_and_the_same_names(connect_a
 def test_hosts_follow_the_host_names_in_order_of_appearance(job, server, settings):
     def one(rank):
         client = StoreClient(job.address, job.key, job.job_id, rank)
-        wires = wiring.connect(settings(rank, 4, hostname="abab"[rank]), PLAN, client)
+        wires = wiring.connect(
+            settings(rank, 4, hostname="abab"[rank]), PLAN, SEGMENT_BYTES, client
+        )
         wires.close()
         client.close()
         return wires.hosts
@@ -158,7 +160,7 @@ from horovod.common import config, wiring
 from horovod.common.store import StoreClient, read_key
 s = config.from_environ()
 client = StoreClient(s.store, read_key(s.job_key_file), s.job_id, s.rank)
-w = wiring.connect(s, {"segment_bytes": 4096}, client)
+w = wiring.connect(s, {}, 4096, client)
 mmap.mmap(w.segments[s.rank], 4096)[0] = s.rank + 1
 for peer in range(s.size):
     if peer != s.rank:
@@ -213,6 +215,7 @@ def test_the_missing_are_named(connect_all):
 
 def card(**changes):
     fields = {"version": wiring.VERSION, "host": "h", "pid": 1, "door": "d.sock", "plan": PLAN}
+    fields["memory_bytes"] = SEGMENT_BYTES
     return json.dumps({**fields, **changes}).encode()
 
 
@@ -226,6 +229,7 @@ def card(**changes):
         (card(version=99), "version 99"),
         (card(host=5), "without host"),
         (card(pid=True), "without host"),
+        (card(memory_bytes=0), "without memory_bytes"),
         (card(plan=[1]), "without a plan"),
         (card(plan={"a": "b"}), "without a plan"),
         (card(door="../x"), "outside"),
@@ -237,7 +241,7 @@ def test_a_rank_of_another_version_is_named(job, server, settings, payload, word
         pool.submit(odd.rendezvous, "init", 2, payload, 10)
         client = StoreClient(job.address, job.key, job.job_id, 0)
         with pytest.raises(HorovodInternalError, match=f"rank 1 sent .*{words}") as raised:
-            wiring.connect(settings(0, 2), PLAN, client)
+            wiring.connect(settings(0, 2), PLAN, SEGMENT_BYTES, client)
     assert raised.value.rank == 1
     odd.close()
     client.close()
@@ -276,7 +280,7 @@ def against_fake(job, server, settings):
 
         def rank_0():
             try:
-                return wiring.connect(settings(0, 2, **changes), PLAN, client)
+                return wiring.connect(settings(0, 2, **changes), PLAN, SEGMENT_BYTES, client)
             except HorovodInternalError as error:
                 return error
 
@@ -502,7 +506,7 @@ for room in range(12):
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + room, hard))
     try:
-        wiring.connect(s, {"segment_bytes": 4096}, client).close()
+        wiring.connect(s, {}, 4096, client).close()
         seen.add("good")
     except ResourceError as error:
         assert "ulimit -n" in str(error), error

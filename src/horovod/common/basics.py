@@ -276,7 +276,8 @@ def _start(comm: Any, sets: Sequence[Any]) -> None:
         if settings.size == 1 or store is None:
             wires = wiring.world_of_one(settings, plan)
         else:
-            wires = wiring.connect(settings, plan, store)
+            memory_bytes = _core.segment_bytes(settings.size, OUTBOX_BYTES)
+            wires = wiring.connect(settings, plan, memory_bytes, store)
         try:
             core = _make_engine(settings, wires)
         finally:
@@ -311,7 +312,6 @@ def _plan(settings: Settings) -> dict[str, int]:
     return {
         "fusion_threshold_bytes": settings.fusion_threshold_bytes,
         "cycle_time_us": round(settings.cycle_time_ms * 1000),
-        "segment_bytes": _core.segment_bytes(settings.size, OUTBOX_BYTES),
         "outbox_bytes": OUTBOX_BYTES,
         "cache_capacity": settings.cache_capacity,
         "join_all_ops": int(settings.join_all_ops),
@@ -335,9 +335,7 @@ def _make_engine(settings: Settings, wires: wiring.Wires) -> Any:
         "heartbeat_s": settings.heartbeat_s,
     }
     try:
-        return _core.Engine(
-            settings.rank, settings.size, wires.hosts, wires.names, local, wires.plan, options
-        )
+        return _core.Engine(settings.rank, settings.size, wires.names, local, wires.plan, options)
     except Failure as failure:
         kind, text, rank = failure.args
         raise exception(kind, text, rank, "init") from failure

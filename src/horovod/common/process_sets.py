@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from horovod.common import basics
@@ -144,7 +144,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         return False
     engine = basics.engine()
     process_set._invalidate()
-    _complete(engine, engine.remove_process_set(number), f"removal of process set {number}")
+    _complete(engine, engine.remove_process_set, number, f"removal of process set {number}")
     _registrar.forget(process_set)
     return True
 
@@ -174,14 +174,20 @@ def _find(engine: Any, process_set: ProcessSet) -> int | None:
 def _add(engine: Any, process_set: ProcessSet) -> None:
     what = f"process set {process_set.ranks}"
     try:
-        number = _complete(engine, engine.add_process_set(process_set.ranks), what)
+        number = _complete(engine, engine.add_process_set, process_set.ranks, what)
     except MismatchError as error:
         raise ValueError(str(error)) from error
     process_set.process_set_id = number
     _registrar.remember(process_set)
 
 
-def _complete(engine: Any, handle: int, what: str) -> int:
+def _complete(engine: Any, call: Callable[[Any], int], argument: Any, what: str) -> int:
+    """Makes one of the engine's calls and waits for its result."""
+    try:
+        handle = call(argument)
+    except basics.Failure as failure:
+        kind, text, rank = failure.args
+        raise basics.exception(kind, text, rank, what) from None
     while not engine.wait(handle, _WAIT_S):
         pass
     result = engine.take(handle)

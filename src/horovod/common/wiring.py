@@ -10,6 +10,7 @@ guessed. The engine gets plain descriptors; it never binds, connects or accepts.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import json
@@ -81,7 +82,9 @@ def world_of_one(settings: Settings, plan: Mapping[str, int]) -> Wires:
     return Wires(0, dict(plan), [0], [name], [-1], [-1], [-1], [-1])
 
 
-def connect(settings: Settings, plan: Mapping[str, int], store: StoreClient) -> Wires:
+def connect(
+    settings: Settings, plan: Mapping[str, int], memory_bytes: int, store: StoreClient
+) -> Wires:
     """Meets all ranks of the job and connects this one to each of them. Every rank must call it.
 
     Blocks until all have joined, at most ``settings.start_timeout_s``, and a few seconds more for
@@ -89,8 +92,8 @@ def connect(settings: Settings, plan: Mapping[str, int], store: StoreClient) -> 
 
     Args:
         settings: this rank's placement and time limit.
-        plan: what shapes every schedule; rank 0's is used by all. ``segment_bytes`` is the size
-            of each rank's shared memory.
+        plan: what shapes every schedule; rank 0's is used by all.
+        memory_bytes: size of each rank's shared memory; rank 0's number is used by all.
         store: this rank's client of the job's store.
 
     Returns:
@@ -101,7 +104,7 @@ def connect(settings: Settings, plan: Mapping[str, int], store: StoreClient) -> 
         PeerLostError: a rank left, or did not answer; ``rank`` says which.
         HorovodInternalError: ranks did not come, or are not of this version; the text names them.
     """
-    return _Wiring(settings, plan, store).run()
+    return _Wiring(settings, plan, memory_bytes, store).run()
 
 
 @dataclass(frozen=True)
@@ -111,11 +114,11 @@ class _Card:
     host: str
     pid: int
     door: str
+    memory_bytes: int
     plan: dict[str, int]
 
     def encode(self) -> bytes:
-        card = {"version": VERSION, "host": self.host, "pid": self.pid, "door": self.door}
-        return json.dumps({**card, "plan": self.plan}).encode()
+        return json.dumps({"version": VERSION, **dataclasses.asdict(self)}).encode()
 
     @staticmethod
     def decode(data: bytes) -> _Card:
@@ -132,11 +135,14 @@ class _Card:
         host, pid, door, plan = (card.get(k) for k in ("host", "pid", "door", "plan"))
         if not (isinstance(host, str) and type(pid) is int and isinstance(door, str)):
             raise ValueError("a card without host, pid or door")
+        memory_bytes = card.get("memory_bytes")
+        if type(memory_bytes) is not int or memory_bytes <= 0:
+            raise ValueError("a card without memory_bytes")
         if not isinstance(plan, dict) or any(type(value) is not int for value in plan.values()):
             raise ValueError("a card without a plan")
         if door != os.path.basename(door):
             raise ValueError("a door outside the job's directory")
-        return _Card(host, pid, door, plan)
+        return _Card(host, pid, door, memory_bytes, plan)
 
 
 class _Guest:
@@ -188,7 +194,9 @@ def _flaw(segment: int, doorbell: int, size_bytes: int) -> str | None:
 class _Wiring:
     """One attempt to connect; owns every descriptor until :meth:`run` hands them over."""
 
-    def __init__(self, settings: Settings, plan: Mapping[str, int], store: StoreClient) -> None:
+    def __init__(
+        self, settings: Settings, plan: Mapping[str, int], memory_bytes: int, store: StoreClient
+    ) -> None:
         self._rank = settings.rank
         self._size = settings.size
         self._host = settings.hostname
@@ -197,7 +205,7 @@ class _Wiring:
         self._store = store
         self._generation = 0
         self._names: list[str] = []
-        self._segment_bytes = 0
+        self._memory_bytes = memory_bytes
         # rank -> (segment, doorbell, socket, pidfd)
         self._links: dict[int, tuple[int, int, int, int]] = {}
         self._resources = contextlib.ExitStack()
@@ -212,7 +220,8 @@ class _Wiring:
                 door.enter_context(listener)
                 cards = self._meet(path.name)
                 self._names = [f"{card.host} pid {card.pid}" for card in cards]
-                self._make_own(cards[0].plan["segment_bytes"])
+                self._memory_bytes = cards[0].memory_bytes
+                self._make_own()
                 deadline = max(began + self._timeout_s, time.monotonic() + _LINKS_S)
                 for rank in range(self._rank):
                     self._visit(rank, path.with_name(cards[rank].door), deadline)
@@ -242,7 +251,7 @@ class _Wiring:
 
     def _meet(self, door: str) -> list[_Card]:
         plan = self._own_plan if self._rank == 0 else {}
-        card = _Card(self._host, os.getpid(), door, plan).encode()
+        card = _Card(self._host, os.getpid(), door, self._memory_bytes, plan).encode()
         try:
             self._generation, payloads = self._store.rendezvous(
                 "init", self._size, card, self._timeout_s
@@ -262,16 +271,13 @@ class _Wiring:
                     f"rank {rank} sent {error}: all ranks must run the same horovod",
                     rank,
                 ) from error
-        if cards[0].plan.get("segment_bytes", 0) <= 0:
-            raise self._error(HorovodInternalError, "rank 0 sent a plan without segment_bytes", 0)
         return cards
 
     # --- own memory and doorbell ---
 
-    def _make_own(self, segment_bytes: int) -> None:
-        self._segment_bytes = segment_bytes
-        what = f"{segment_bytes} bytes of shared memory"
-        segment = self._own(self._obtain(what, lambda: _make_segment(segment_bytes)))
+    def _make_own(self) -> None:
+        what = f"{self._memory_bytes} bytes of shared memory"
+        segment = self._own(self._obtain(what, lambda: _make_segment(self._memory_bytes)))
         flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
         bell = self._own(self._obtain("a doorbell", lambda: os.eventfd(0, flags)))
         self._links[self._rank] = (segment, bell, -1, -1)
@@ -380,7 +386,7 @@ class _Wiring:
 
     def _give(self, sock: socket.socket) -> None:
         segment, bell, _, _ = self._links[self._rank]
-        gift = _GIFT.pack(_GIFT_MAGIC, self._segment_bytes)
+        gift = _GIFT.pack(_GIFT_MAGIC, self._memory_bytes)
         self._obtain(
             "descriptors in flight", lambda: sockets.send_descriptors(sock, gift, [segment, bell])
         )
@@ -394,8 +400,8 @@ class _Wiring:
         if not data:
             raise EOFError("it closed the connection")
         flaw: str | None = "no shared memory"
-        if data == _GIFT.pack(_GIFT_MAGIC, self._segment_bytes) and len(descriptors) == 2:
-            flaw = _flaw(descriptors[0], descriptors[1], self._segment_bytes)
+        if data == _GIFT.pack(_GIFT_MAGIC, self._memory_bytes) and len(descriptors) == 2:
+            flaw = _flaw(descriptors[0], descriptors[1], self._memory_bytes)
         if flaw is not None:
             raise self._error(HorovodInternalError, f"rank {rank} handed over {flaw}", rank)
         return descriptors[0], descriptors[1]
