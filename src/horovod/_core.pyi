@@ -1,0 +1,79 @@
+"""The core of horovod: engine, transports and kernels."""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class Failure(RuntimeError):
+    """The engine's own error; args are (kind, text, rank)."""
+
+class Result:
+    """What a finished call gives back; kind 0 is success."""
+
+    @property
+    def kind(self) -> int: ...
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def outputs(self) -> list[Any | None]: ...
+
+    @property
+    def shapes(self) -> list[list[int]]: ...
+
+    @property
+    def splits(self) -> list[int] | None: ...
+
+    @property
+    def value(self) -> int: ...
+
+class Engine:
+    """One rank's engine. See core/engine.h."""
+
+    def __init__(self, rank: int, size: int, names: Sequence[str], local: dict, plan: dict, options: dict) -> None: ...
+
+    def submit(self, kind: int, name: str, process_set: int, tensors: Sequence[tuple[int, int, int, Sequence[int]]], reduce_op: int, prescale: float, postscale: float, root: int, splits: Sequence[int] | None, unnamed: bool, keep: object | None) -> int: ...
+
+    def reject(self, kind: int, name: str, process_set: int, text: str) -> None: ...
+
+    def poll(self, handle: int) -> bool: ...
+
+    def wait(self, handle: int, timeout_s: float) -> bool: ...
+
+    def take(self, handle: int) -> Result: ...
+
+    def add_process_set(self, ranks: Sequence[int]) -> int: ...
+
+    def remove_process_set(self, id: int) -> int: ...
+
+    def process_sets(self) -> dict[int, list[int]]: ...
+
+    def shutdown(self, reason: str, timeout_s: float) -> None: ...
+
+    def abandon(self) -> None: ...
+
+    def failure(self) -> tuple[int, str, int] | None: ...
+
+    def counters(self) -> dict[str, int]: ...
+
+    def pending(self) -> list[str]: ...
+
+    def message_fd(self) -> int: ...
+
+    def take_messages(self) -> list[tuple[int, str]]: ...
+
+def segment_bytes(local_size: int, outbox_bytes: int) -> int:
+    """Bytes that a rank's shared segment must have."""
+
+def simd_available() -> list[str]:
+    """Instruction sets whose kernels run here."""
+
+def fold(simd: str, dtype: int, op: int, prescale: float, postscale: float, divisor: int, terms: Sequence[int], out: int, slot: int, count: int) -> None:
+    """For tests: one kernel on plain addresses."""
+
+def copy_to_slot(simd: str, slot: int, source: int, bytes: int) -> None:
+    """For tests: the copy into a transport slot."""
