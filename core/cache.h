@@ -63,7 +63,7 @@ class NameCache {
       const Place place = it->second;
       recent_.splice(recent_.begin(), place->announced ? announced_ : recent_, place);
       place->announced = false;
-      return;
+      return trim();
     }
     const CallKey key{request->set, request->name};
     if (const auto it = by_name_.find(key); it != by_name_.end()) erase(it->second);
@@ -71,7 +71,7 @@ class NameCache {
     by_id_.emplace(id, recent_.begin());
     by_name_.emplace(CallKey{recent_.front().request->set, recent_.front().request->name},
                      recent_.begin());
-    if (by_id_.size() > capacity_ && recent_.size() > 1) erase(std::prev(recent_.end()));
+    trim();
   }
   void learn(uint64_t id, const Request& request) {
     if (by_id_.contains(id)) return learn(id, request_of(id));  // no copy in the usual case
@@ -114,6 +114,10 @@ class NameCache {
     std::shared_ptr<const Request> request;
   };
   using Place = std::list<Node>::iterator;
+
+  void trim() {
+    while (by_id_.size() > capacity_ && recent_.size() > 1) erase(std::prev(recent_.end()));
+  }
 
   void erase(Place place) {
     by_id_.erase(place->id);
