@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Bottom up; modules of one row don't import each other.
 COMMON = [
-    ["exceptions", "knobs", "compression"],
+    ["exceptions", "knobs", "logs", "compression"],
     ["config", "sockets"],
     ["frames", "proof"],
     ["store_server"],
@@ -72,6 +72,7 @@ CORE = {
     "cache": 4,
     "fusion": 4,
     "calls": 4,
+    "order": 4,
     "watch": 4,
     "agreement": 4,
     "describe": 4,
@@ -338,7 +339,7 @@ def twice_defined(files: Mapping[str, str]) -> list[str]:
     breaches = []
     for name, source in sorted(files.items()):
         if name.endswith(".h"):
-            definition = r"^(?:struct|class|enum class|union) (\w+)\b[^;(]*?\{"
+            definition = r"^(?:struct|class|enum class|union) ([\w:]+)[^;(]*?\{"
             shared = re.split(r"\bnamespace\s*\{", bare(source))[0]
             for found in re.finditer(definition, shared, re.M):
                 if homes.setdefault(found[1], name) != name:
