@@ -104,7 +104,7 @@ void check_arguments(const Arguments& call, std::span<const int32_t> members) {
   if (call.tensors.size() != 1) invalid("alltoall takes one tensor");
   const int64_t rows = call.tensors[0].shape[0];
   const auto n = static_cast<int64_t>(members.size());
-  if (call.splits.empty()) {
+  if (!call.has_splits) {
     if (rows % n != 0) {
       invalid("dimension 0 (" + std::to_string(rows) + ") can't be split evenly over " +
               std::to_string(n) + " ranks; give splits");
@@ -292,7 +292,7 @@ void Collective::start_allgather() {
 void Collective::exchange_splits() {
   Arguments& call = *calls_.front();
   const size_t n = group_.contributors.size();
-  if (call.splits.empty()) {
+  if (!call.has_splits) {
     const auto members = static_cast<int64_t>(group_.members.size());
     call.splits.assign(group_.members.size(), call.tensors[0].shape[0] / members);
   }

@@ -36,7 +36,8 @@ struct Arguments {
   double prescale = 1.0;
   double postscale = 1.0;
   std::vector<Tensor> tensors;
-  std::vector<int64_t> splits;  // alltoall: rows to each member; empty = equal parts
+  std::vector<int64_t> splits;  // alltoall: rows to each member
+  bool has_splits = false;      // else equal parts
 
   std::vector<Output> outputs;           // one per tensor whose `out` was null
   std::vector<int64_t> received_splits;  // alltoall: rows from each member

@@ -1,0 +1,436 @@
+// L6: the Python module horovod._core. Must not decide anything: it converts, releases the GIL and translates errors.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <unordered_map>
+
+#include "engine.h"
+#include "kernels.h"
+#include "shm.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace horovod {
+namespace {
+
+using Address = uint64_t;
+using PyTensor = std::tuple<Address, Address, int, Shape>;  // in, out (0 = allocate), dtype, shape
+using NdArray = nb::ndarray<nb::array_api>;
+
+std::byte* pointer(Address a) { return reinterpret_cast<std::byte*>(a); }
+
+Duration seconds(double s) {
+  // Far beyond any deadline, and still representable.
+  return std::chrono::duration_cast<Duration>(std::chrono::duration<double>(std::min(s, 1e9)));
+}
+
+template <typename Enum>
+Enum checked_enum(int value, size_t count, const char* what) {
+  if (value < 0 || static_cast<size_t>(value) >= count) {
+    throw Error(ErrorKind::InvalidArgument, "no " + std::string(what) + " " + std::to_string(value));
+  }
+  return static_cast<Enum>(value);
+}
+
+DType dtype_of(int code) { return checked_enum<DType>(code, kDTypes.size(), "dtype"); }
+ReduceOp op_of(int code) { return checked_enum<ReduceOp>(code, kReduceOps.size(), "reduce op"); }
+// What programs may submit; process sets and shutdown have calls of their own.
+OpKind kind_of(int code) {
+  return checked_enum<OpKind>(code, static_cast<size_t>(OpKind::AddSet), "operation");
+}
+
+nb::dlpack::dtype dlpack_of(DType dtype) {
+  using Code = nb::dlpack::dtype_code;
+  const DTypeInfo& d = info(dtype);
+  const bool is_signed = dtype == DType::Int8 || dtype == DType::Int16 || dtype == DType::Int32 ||
+                         dtype == DType::Int64;
+  Code code = Code::Float;
+  switch (d.kind) {
+    case DTypeClass::Integer:
+      code = is_signed ? Code::Int : Code::UInt;
+      break;
+    case DTypeClass::Float:
+      code = dtype == DType::BFloat16 ? Code::Bfloat : Code::Float;
+      break;
+    case DTypeClass::Bool:
+      code = Code::Bool;
+      break;
+    case DTypeClass::Complex:
+      code = Code::Complex;
+      break;
+  }
+  return {static_cast<uint8_t>(code), static_cast<uint8_t>(d.size * 8), 1};
+}
+
+NdArray to_array(const Output& output) {
+  nb::capsule owner(new std::shared_ptr<std::byte>(output.data),
+                    [](void* p) noexcept { delete static_cast<std::shared_ptr<std::byte>*>(p); });
+  std::vector<size_t> shape(output.shape.begin(), output.shape.end());
+  return NdArray(output.data.get(), shape.size(), shape.data(), owner, nullptr,
+                 dlpack_of(output.dtype), nb::device::cpu::value);
+}
+
+// What take() gives back.
+struct Result {
+  int kind;
+  std::string text;
+  int32_t rank;
+  std::vector<std::optional<NdArray>> outputs;
+  std::vector<Shape> shapes;
+  std::optional<std::vector<int64_t>> splits;
+  int64_t value;
+};
+
+Result to_result(const Call& call) {
+  Result r{.kind = static_cast<int>(call.status.kind),
+           .text = call.status.text,
+           .rank = call.status.rank,
+           .outputs = {},
+           .shapes = {},
+           .splits = {},
+           .value = call.value};
+  if (!call.status.ok()) return r;
+  size_t allocated = 0;
+  for (const Tensor& t : call.tensors) {
+    const bool ours = t.out == nullptr;
+    const Output* output = ours ? &call.outputs.at(allocated++) : nullptr;
+    r.outputs.push_back(ours ? std::optional(to_array(*output)) : std::nullopt);
+    r.shapes.push_back(ours ? output->shape : t.shape);
+  }
+  if (call.kind == OpKind::Alltoall) r.splits = call.received_splits;
+  return r;
+}
+
+// Numbers by key, with what is missing or unknown refused: a typing error must not become a default.
+class Dict {
+ public:
+  Dict(nb::dict dict, const char* what) : dict_(std::move(dict)), what_(what) {}
+
+  template <typename T>
+  T take(const char* key) {
+    if (!dict_.contains(key)) {
+      throw Error(ErrorKind::InvalidArgument, std::string(what_) + " lacks " + key);
+    }
+    ++taken_;
+    return nb::cast<T>(dict_[key]);
+  }
+  template <typename T>
+  T take(const char* key, T otherwise) {
+    return dict_.contains(key) ? take<T>(key) : otherwise;
+  }
+  void finish() const {
+    if (taken_ != dict_.size()) {
+      throw Error(ErrorKind::InvalidArgument,
+                  std::string(what_) + " has keys nobody knows among " +
+                      nb::str(dict_.attr("keys")()).c_str());
+    }
+  }
+
+ private:
+  nb::dict dict_;
+  const char* what_;
+  size_t taken_ = 0;
+};
+
+Plan to_plan(nb::dict dict) {
+  Dict d(std::move(dict), "the plan");
+  Plan plan;
+  plan.fusion_threshold_bytes = d.take("fusion_threshold_bytes", plan.fusion_threshold_bytes);
+  plan.cycle_time_us = d.take("cycle_time_us", plan.cycle_time_us);
+  plan.segment_bytes = align_up(d.take("segment_bytes", plan.segment_bytes));
+  plan.outbox_bytes = d.take("outbox_bytes", plan.outbox_bytes);
+  plan.direct_bytes = d.take("direct_bytes", plan.direct_bytes);
+  plan.cache_capacity = d.take("cache_capacity", plan.cache_capacity);
+  plan.join_all_ops = d.take("join_all_ops", int{plan.join_all_ops}) != 0;
+  plan.disable_group_fusion = d.take("disable_group_fusion", int{plan.disable_group_fusion}) != 0;
+  d.finish();
+  if (plan.segment_bytes == 0 || plan.outbox_bytes < 4 * kAlignment ||
+      plan.outbox_bytes % (4 * kAlignment) != 0) {
+    throw Error(ErrorKind::InvalidArgument,
+                "segment_bytes must be positive and outbox_bytes a multiple of 256");
+  }
+  return plan;
+}
+
+std::vector<Descriptor> duplicates(const std::vector<int>& fds) {
+  std::vector<Descriptor> out;
+  for (const int fd : fds) out.push_back(duplicate(fd));
+  return out;
+}
+
+// Turns the arguments of Engine() into options; every descriptor is duplicated.
+EngineOptions to_options(int32_t rank, int32_t size, std::vector<std::string> names, nb::dict local,
+                         nb::dict plan_dict, nb::dict options_dict) {
+  if (size < 1 || rank < 0 || rank >= size || names.size() != static_cast<size_t>(size)) {
+    throw Error(ErrorKind::InvalidArgument, "rank " + std::to_string(rank) + " of " +
+                                                std::to_string(size) + " with " +
+                                                std::to_string(names.size()) + " names");
+  }
+  const Plan plan = to_plan(std::move(plan_dict));
+  Dict links(std::move(local), "the links");
+  const auto segments = links.take<std::vector<int>>("segments");
+  const auto doorbells = links.take<std::vector<int>>("doorbells");
+  const auto sockets = links.take<std::vector<int>>("sockets");
+  const auto pidfds = links.take<std::vector<int>>("pidfds");
+  links.finish();
+  for (const auto* fds : {&segments, &doorbells, &sockets, &pidfds}) {
+    if (fds->size() != static_cast<size_t>(size)) {
+      throw Error(ErrorKind::InvalidArgument, "the links must have one descriptor per rank");
+    }
+  }
+  Dict options(std::move(options_dict), "the options");
+  EngineOptions out;
+  ProgressOptions& p = out.progress;
+  p.rank = rank;
+  p.names = std::move(names);
+  p.plan = plan;
+  p.kernels = &kernels(options.take<std::string>("simd", "auto"));
+  const bool check_stalls = options.take("stall_check", 1) != 0;
+  const auto limit = [&](const char* key, double otherwise) {
+    return seconds(options.take(key, otherwise));
+  };
+  p.stall_warning = limit("stall_warning_s", 60);
+  p.stall_shutdown = limit("stall_shutdown_s", 0);
+  p.deadlock = limit("deadlock_s", 60);
+  p.heartbeat = limit("heartbeat_s", 15);
+  if (!check_stalls) p.stall_warning = p.stall_shutdown = Duration{};
+  options.finish();
+
+  const auto r = static_cast<size_t>(rank);
+  const uint64_t bytes = segment_bytes(static_cast<size_t>(size), plan.outbox_bytes);
+  ShmOptions shm{.rank = rank, .outbox_bytes = plan.outbox_bytes, .segments = {}, .doorbells = {}};
+  for (const int fd : segments) {
+    shm.segments.push_back(size == 1 ? anonymous_segment(bytes) : map_segment(fd, bytes));
+  }
+  out.doorbell = doorbells[r] < 0 ? make_event() : duplicate(doorbells[r]);
+  out.peer_bells = duplicates(doorbells);
+  out.peer_bells[r] = {};
+  for (size_t y = 0; y < out.peer_bells.size(); ++y) {
+    shm.doorbells.push_back(y == r ? out.doorbell.get() : out.peer_bells[y].get());
+  }
+  p.transport = make_shm(std::move(shm));
+  out.sockets = duplicates(sockets);
+  out.pidfds = duplicates(pidfds);
+  return out;
+}
+
+// The engine and what Python must keep alive for it.
+class PyEngine {
+ public:
+  PyEngine(int32_t rank, int32_t size, std::vector<std::string> names, nb::dict local, nb::dict plan,
+           nb::dict options)
+      : engine_(std::make_unique<Engine>(to_options(rank, size, std::move(names), std::move(local),
+                                                    std::move(plan), std::move(options)))) {}
+  ~PyEngine() {
+    if (engine_->abandoned()) {
+      // A forked child: the thread doesn't exist and any lock may be held for ever.
+      [[maybe_unused]] Engine* leaked = engine_.release();
+      return;
+    }
+    const nb::gil_scoped_release release;
+    engine_.reset();
+  }
+  PyEngine(const PyEngine&) = delete;
+
+  int64_t submit(int kind, std::string name, uint32_t set, const std::vector<PyTensor>& tensors,
+                 int op, double prescale, double postscale, int32_t root,
+                 std::optional<std::vector<int64_t>> splits, bool unnamed, nb::object keep) {
+    auto call = std::make_shared<Call>();
+    call->kind = kind_of(kind);
+    call->op = op_of(op);
+    call->root = root;
+    call->prescale = prescale;
+    call->postscale = postscale;
+    for (const auto& [in, out, dtype, shape] : tensors) {
+      call->tensors.push_back({pointer(in), pointer(out), dtype_of(dtype), shape});
+    }
+    call->has_splits = splits.has_value();
+    if (splits) call->splits = std::move(*splits);
+    call->request.set = set;
+    call->request.name = std::move(name);
+    call->request.unnamed = unnamed;
+    const int64_t handle = engine_->submit(std::move(call));
+    keep_.emplace(handle, std::move(keep));
+    return handle;
+  }
+
+  int64_t change_sets(OpKind kind, std::vector<int32_t> ranks, int32_t uid) {
+    auto call = std::make_shared<Call>();
+    call->kind = kind;
+    // Matched by call number, like every unnamed call.
+    call->request.name = std::string(info(kind).name) + ".noname." + std::to_string(set_calls_++);
+    call->request.unnamed = true;
+    call->request.root = uid;
+    call->request.ranks = std::move(ranks);
+    return engine_->submit(std::move(call));
+  }
+
+  void reject(int kind, std::string name, uint32_t set, std::string text) {
+    engine_->reject({kind_of(kind), set, std::move(name), std::move(text)});
+  }
+
+  bool wait(int64_t handle, double timeout_s) {
+    // In slices, so that a signal's Python handler runs.
+    const auto end = std::chrono::steady_clock::now() + seconds(timeout_s);
+    for (;;) {
+      bool done;
+      {
+        const nb::gil_scoped_release release;
+        const auto left = end - std::chrono::steady_clock::now();
+        done = engine_->wait(handle, std::clamp<Duration>(left, Duration{}, kSignalSlice));
+      }
+      if (done) return true;
+      if (PyErr_CheckSignals() != 0) throw nb::python_error();
+      if (std::chrono::steady_clock::now() >= end) return false;
+    }
+  }
+
+  Result take(int64_t handle) {
+    const auto call = engine_->take(handle);
+    keep_.erase(handle);
+    return to_result(*call);
+  }
+
+  void shutdown(const std::string& reason, double timeout_s) {
+    const nb::gil_scoped_release release;
+    engine_->shutdown(reason, seconds(timeout_s));
+  }
+
+  std::optional<std::tuple<int, std::string, int32_t>> failure() {
+    const auto status = engine_->failure();
+    if (!status) return std::nullopt;
+    return std::tuple(static_cast<int>(status->kind), status->text, status->rank);
+  }
+
+  std::vector<std::pair<int, std::string>> take_messages() {
+    std::vector<std::pair<int, std::string>> out;
+    for (LogLine& line : engine_->take_messages()) out.emplace_back(line.level, std::move(line.text));
+    return out;
+  }
+
+  Engine& engine() { return *engine_; }
+
+ private:
+  static constexpr Duration kSignalSlice = std::chrono::milliseconds(100);
+
+  std::unique_ptr<Engine> engine_;
+  std::unordered_map<int64_t, nb::object> keep_;  // guarded by the GIL
+  uint64_t set_calls_ = 0;
+};
+
+// ---- For tests: kernels on plain addresses ----------------------------------------------------
+
+void fold(const std::string& simd, int dtype, int op, double prescale, double postscale,
+          uint32_t divisor, const std::vector<Address>& terms, Address out, Address slot,
+          size_t count) {
+  std::vector<const std::byte*> pointers;
+  for (const Address term : terms) pointers.push_back(pointer(term));
+  kernels(simd).fold({dtype_of(dtype), op_of(op), prescale, postscale, divisor}, pointer(out),
+                     pointer(slot), pointers.data(), pointers.size(), count);
+  store_fence();
+}
+
+void copy_to_slot(const std::string& simd, Address slot, Address from, size_t bytes) {
+  kernels(simd).copy_to_slot(pointer(slot), pointer(from), bytes);
+  store_fence();
+}
+
+std::vector<std::string> simd_available() {
+  std::vector<std::string> names;
+  for (const char* name : {"baseline", "avx2", "avx512"}) {
+    try {
+      names.emplace_back(kernels(name).name);
+    } catch (const Error& e) {
+      if (e.status().kind != ErrorKind::Unavailable) throw;
+    }
+  }
+  return names;
+}
+
+void bind_engine(nb::module_& m) {
+  nb::class_<Result>(m, "Result", "What a finished call gives back; kind 0 is success.")
+      .def_ro("kind", &Result::kind)
+      .def_ro("text", &Result::text)
+      .def_ro("rank", &Result::rank)
+      .def_prop_ro(
+          "outputs", [](const Result& r) { return r.outputs; }, nb::rv_policy::automatic)
+      .def_ro("shapes", &Result::shapes)
+      .def_ro("splits", &Result::splits)
+      .def_ro("value", &Result::value);
+
+  nb::class_<PyEngine>(m, "Engine", "One rank's engine. See core/engine.h.")
+      .def(nb::init<int32_t, int32_t, std::vector<std::string>, nb::dict, nb::dict, nb::dict>(),
+           "rank"_a, "size"_a, "names"_a, "local"_a, "plan"_a, "options"_a)
+      .def("submit", &PyEngine::submit, "kind"_a, "name"_a, "process_set"_a, "tensors"_a,
+           "reduce_op"_a, "prescale"_a, "postscale"_a, "root"_a, "splits"_a.none(), "unnamed"_a,
+           "keep"_a.none())
+      .def("reject", &PyEngine::reject, "kind"_a, "name"_a, "process_set"_a, "text"_a)
+      .def("poll", [](PyEngine& e, int64_t handle) { return e.engine().poll(handle); }, "handle"_a)
+      .def("wait", &PyEngine::wait, "handle"_a, "timeout_s"_a)
+      .def("take", &PyEngine::take, "handle"_a)
+      .def(
+          "add_process_set",
+          [](PyEngine& e, std::vector<int32_t> ranks) {
+            return e.change_sets(OpKind::AddSet, std::move(ranks), 0);
+          },
+          "ranks"_a)
+      .def(
+          "remove_process_set",
+          [](PyEngine& e, int32_t id) { return e.change_sets(OpKind::RemoveSet, {}, id); }, "id"_a)
+      .def("process_sets", [](PyEngine& e) { return e.engine().process_sets(); })
+      .def("shutdown", &PyEngine::shutdown, "reason"_a, "timeout_s"_a)
+      .def("abandon", [](PyEngine& e) { e.engine().abandon(); })
+      .def("failure", &PyEngine::failure)
+      .def("counters", [](PyEngine& e) { return e.engine().counters(); })
+      .def("pending", [](PyEngine& e) { return e.engine().pending(); })
+      .def("message_fd", [](PyEngine& e) { return e.engine().message_fd(); })
+      .def("take_messages", &PyEngine::take_messages);
+}
+
+}  // namespace
+}  // namespace horovod
+
+NB_MODULE(_core, m) {
+  using namespace horovod;
+  m.doc() = "The core of horovod: engine, transports and kernels.";
+
+  static PyObject* failure = PyErr_NewExceptionWithDoc(
+      "horovod._core.Failure", "The engine's own error; args are (kind, text, rank).",
+      PyExc_RuntimeError, nullptr);
+  m.attr("Failure") = nb::handle(failure);
+  nb::register_exception_translator(
+      [](const std::exception_ptr& p, void* type) {
+        try {
+          std::rethrow_exception(p);
+        } catch (const Error& e) {
+          const Status& s = e.status();
+          if (s.kind == ErrorKind::InvalidArgument) {
+            PyErr_SetString(PyExc_ValueError, s.text.c_str());
+            return;
+          }
+          const nb::object args = nb::make_tuple(static_cast<int>(s.kind), s.text, s.rank);
+          PyErr_SetObject(static_cast<PyObject*>(type), args.ptr());
+        }
+      },
+      failure);
+
+  bind_engine(m);
+  m.def("segment_bytes", &segment_bytes, "local_size"_a, "outbox_bytes"_a,
+        "Bytes that a rank's shared segment must have.");
+  m.def("simd_available", &simd_available, "Instruction sets whose kernels run here.");
+  m.def("fold", &fold, "simd"_a, "dtype"_a, "op"_a, "prescale"_a, "postscale"_a, "divisor"_a,
+        "terms"_a, "out"_a, "slot"_a, "count"_a, "For tests: one kernel on plain addresses.");
+  m.def("copy_to_slot", &copy_to_slot, "simd"_a, "slot"_a, "source"_a, "bytes"_a,
+        "For tests: the copy into a transport slot.");
+}

@@ -1,0 +1,540 @@
+// L5: the engine. Must not know Python, or what a pass does.
+
+#include "engine.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace horovod {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Measured on 2 cores: a barrier of 2 processes takes 0.5 us when a blocked caller yields and 9 us when it
+// sleeps at once; of 4 processes 5.4 and 22 us; spinning with pauses is worst, 100 us.
+constexpr int kYields = 20;
+constexpr auto kSlice = std::chrono::milliseconds(100);     // then a driver hands over
+constexpr uint64_t kUrgentBytes = 256 << 10;                // submitted bytes that wake a sleeping driver
+constexpr auto kLazyWake = std::chrono::microseconds(500);  // or this long after the first of them
+constexpr int kLastLooks = 4;  // passes that a leaving driver does for late arrivals
+
+// The arithmetic of a pass must not depend on what its caller set (flush-to-zero, rounding).
+class DefaultFloatingPoint {
+ public:
+#if defined(__x86_64__)
+  DefaultFloatingPoint() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
+  ~DefaultFloatingPoint() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+#elif defined(__aarch64__)
+  DefaultFloatingPoint() {
+    asm volatile("mrs %0, fpcr" : "=r"(saved_));
+    asm volatile("msr fpcr, %0" : : "r"(uint64_t{0}));
+  }
+  ~DefaultFloatingPoint() { asm volatile("msr fpcr, %0" : : "r"(saved_)); }
+
+ private:
+  uint64_t saved_;
+#endif
+};
+
+int64_t ns(TimePoint t) { return t.time_since_epoch().count(); }
+
+TimePoint saturating(TimePoint now, Duration timeout) {
+  return timeout > Duration::max() / 4 ? TimePoint::max() : now + timeout;
+}
+
+uint64_t payload(const Call& call) {
+  uint64_t bytes = 0;
+  for (const Tensor& t : call.tensors) bytes += count_of(t.shape) * info(t.dtype).size;
+  return bytes;
+}
+
+// What the members must agree on, of a call whose kind, set, name and flags are there.
+void complete_request(Call& call) {
+  Request& r = call.request;
+  const OpInfo& op = info(call.kind);
+  r.kind = call.kind;
+  if (op.reduces) {
+    r.op = call.op;
+    r.prescale = call.prescale;
+    r.postscale = call.postscale;
+  }
+  if (op.rooted) r.root = call.root;
+  for (const Tensor& t : call.tensors) {
+    const auto first = t.shape.begin() + (op.own_rows ? 1 : 0);
+    r.tensors.push_back({t.dtype, Shape(first, t.shape.end())});
+  }
+}
+
+}  // namespace
+
+Engine::Engine(EngineOptions options)
+    : rank_(options.progress.rank),
+      size_(static_cast<int32_t>(options.progress.names.size())),
+      doorbell_(std::move(options.doorbell)),
+      peer_bells_(std::move(options.peer_bells)),
+      message_event_(make_event()),
+      waiter_(doorbell_.get(), std::move(options.sockets), std::move(options.pidfds)),
+      progress_(std::move(options.progress)) {
+  sets_ = progress_.sets();
+  try {
+    thread_ = std::thread(&Engine::run, this);
+  } catch (const std::system_error& e) {
+    throw Error(ErrorKind::Resource, std::string("no thread for the engine: ") + e.what());
+  }
+}
+
+Engine::~Engine() {
+  shutdown("its engine was destroyed", Duration{});
+}
+
+// ---- Calls ------------------------------------------------------------------------------------
+
+int64_t Engine::submit(CallPtr call) {
+  if (abandoned()) throw Error(ErrorKind::Shutdown, "this process was forked: it has no engine");
+  std::unique_lock lock(mutex_);
+  check_alive_locked();
+  Request& request = call->request;
+  const auto& members = members_locked(request.set, call->kind);
+  auto key = std::pair(request.set, request.name);
+  if (names_.contains(key)) {
+    throw_prefixed(*call, {ErrorKind::InvalidArgument,
+                           "the name is in flight: wait for the earlier call, or give another", -1});
+  }
+  try {
+    check_arguments(*call, members);
+  } catch (const Error& e) {
+    push_locked(Reject{call->kind, request.set, request.name, e.status().text}, 0, true);
+    throw_prefixed(*call, e.status());
+  }
+  complete_request(*call);
+  names_.insert(std::move(key));
+  const int64_t handle = next_handle_++;
+  handles_[handle].call = call;
+  const uint64_t bytes = payload(*call);
+  push_locked(Submission{handle, std::move(call)}, bytes, false);
+  return handle;
+}
+
+void Engine::reject(Reject reject) {
+  if (abandoned()) return;
+  std::lock_guard lock(mutex_);
+  if (failure_ || shut_down_ || names_.contains({reject.set, reject.name})) return;
+  push_locked(std::move(reject), 0, true);
+}
+
+void Engine::check_alive_locked() {
+  if (failure_) throw Error(*failure_);
+  if (shut_down_ || closing_) {
+    throw Error(ErrorKind::Shutdown, "the engine was shut down; call init() again");
+  }
+}
+
+const std::vector<int32_t>& Engine::members_locked(uint32_t set, OpKind kind) const {
+  const auto it = sets_.find(set);
+  const std::string op(info(kind).name);
+  if (it == sets_.end()) {
+    throw Error(ErrorKind::InvalidArgument,
+                op + ": there is no process set " + std::to_string(set) + " (was it removed?)");
+  }
+  if (!std::binary_search(it->second.begin(), it->second.end(), rank_)) {
+    throw Error(ErrorKind::InvalidArgument, op + ": rank " + std::to_string(rank_) +
+                                                " is no member of process set " +
+                                                std::to_string(set));
+  }
+  return it->second;
+}
+
+void Engine::throw_prefixed(const Call& call, const Status& status) const {
+  throw Error(status.kind,
+              "[horovod " + std::to_string(rank_) + "/" + std::to_string(size_) + "] " +
+                  std::string(info(call.kind).name) + " \"" + call.request.name +
+                  "\": " + status.text,
+              status.rank);
+}
+
+// Wakes a sleeping driver at once if someone waits or much is queued, else soon: so that the hooks
+// of a backward pass don't pay for a wake-up each.
+void Engine::push_locked(Event event, uint64_t bytes, bool urgent) {
+  events_.push_back(std::move(event));
+  queued_bytes_ += bytes;
+  queued_.fetch_add(1, std::memory_order_seq_cst);
+  if (!asleep_.load(std::memory_order_seq_cst)) return;  // it looks before it sleeps
+  if (urgent || queued_bytes_ >= kUrgentBytes) {
+    progress_.transport().ring_self();
+  } else if (!timer_armed_) {
+    timer_armed_ = true;
+    waiter_.arm_timer(kLazyWake);
+  }
+}
+
+CallPtr Engine::find(int64_t handle) {
+  if (abandoned()) throw Error(ErrorKind::Shutdown, "this process was forked: it has no engine");
+  std::lock_guard lock(mutex_);
+  const auto it = handles_.find(handle);
+  if (it == handles_.end()) {
+    throw Error(ErrorKind::InvalidArgument, "no handle " + std::to_string(handle));
+  }
+  return it->second.call;
+}
+
+bool Engine::poll(int64_t handle) { return find(handle)->done.load(std::memory_order_acquire); }
+
+CallPtr Engine::take(int64_t handle) {
+  CallPtr call = find(handle);
+  if (!call->done.load(std::memory_order_acquire)) {
+    throw Error(ErrorKind::InvalidArgument,
+                "handle " + std::to_string(handle) + " isn't done: wait for it first");
+  }
+  std::lock_guard lock(mutex_);
+  handles_.erase(handle);
+  return call;
+}
+
+// The call is urgent from now on: its announcement says so, or another message if that has gone.
+void Engine::say_blocked(int64_t handle) {
+  std::lock_guard lock(mutex_);
+  const auto it = handles_.find(handle);
+  if (it == handles_.end() || it->second.waited) return;
+  Pending& pending = it->second;
+  pending.waited = true;
+  if (pending.taken) {
+    newly_blocked_.push_back(pending.call);
+    queued_.fetch_add(1, std::memory_order_seq_cst);
+  } else {
+    pending.call->blocked = true;
+  }
+}
+
+bool Engine::wait(int64_t handle, Duration timeout) {
+  const CallPtr call = find(handle);
+  const auto done = [&] { return call->done.load(std::memory_order_acquire); };
+  if (done()) return true;
+  const TimePoint deadline = saturating(Clock::now(), timeout);
+  say_blocked(handle);
+  while (!done()) {
+    const TimePoint now = Clock::now();
+    if (now >= deadline) break;
+    const TimePoint until = std::min(deadline, now + kSlice);
+    std::unique_lock driver(driver_, std::try_to_lock);
+    if (!driver.owns_lock() || closing_) {
+      if (driver.owns_lock()) driver.unlock();
+      std::unique_lock lock(mutex_);
+      ++waiters_;
+      // With mutex_ held, whoever drives now will see waiters_ when it leaves.
+      if (!closing_) driver = std::unique_lock(driver_, std::try_to_lock);
+      if (!driver.owns_lock() && !done()) {
+        // A driver that sleeps doesn't know yet that this call is urgent.
+        if (asleep_.load(std::memory_order_seq_cst)) progress_.transport().ring_self();
+        waiters_cv_.wait_until(lock, until);
+      }
+      --waiters_;
+    }
+    if (driver.owns_lock()) {
+      drive([&] { return done() || closing_; }, until);
+      leave(std::move(driver));
+    }
+  }
+  hand_over();  // it may have been this caller whom the last driver chose to follow it
+  return done();
+}
+
+// ---- Driving ----------------------------------------------------------------------------------
+
+bool Engine::pass() {
+  const TimePoint now = Clock::now();
+  const bool had_events = queued_.load(std::memory_order_acquire) > 0;
+  if (had_events) take_events(now);
+  for (const int32_t rank : std::exchange(ended_, {})) progress_.peer_closed(rank);
+  const bool moved = progress_.pass(now);
+  deliver();
+  return moved || had_events;
+}
+
+void Engine::take_events(TimePoint now) {
+  std::vector<Event> events;
+  std::vector<CallPtr> blocked;
+  {
+    std::lock_guard lock(mutex_);
+    events.swap(events_);
+    blocked.swap(newly_blocked_);
+    for (Event& event : events) {
+      if (const auto* submission = std::get_if<Submission>(&event)) {
+        const auto it = handles_.find(submission->handle);
+        if (it != handles_.end()) it->second.taken = true;
+      }
+    }
+    queued_.store(0, std::memory_order_seq_cst);
+    queued_bytes_ = 0;
+    timer_armed_ = false;
+  }
+  for (Event& event : events) {
+    if (auto* submission = std::get_if<Submission>(&event)) {
+      progress_.submit(std::move(submission->call), now);
+    } else if (auto* reject = std::get_if<Reject>(&event)) {
+      progress_.reject(std::move(*reject), now);
+    } else {
+      progress_.leave(now);
+    }
+  }
+  for (const CallPtr& call : blocked) progress_.blocked(*call, now);
+}
+
+void Engine::deliver() {
+  std::vector<CallPtr> completed = progress_.take_completed();
+  std::vector<LogLine> log = progress_.take_log();
+  const bool failed = progress_.failure().has_value();
+  if (completed.empty() && log.empty() && (!failed || failure_reported_)) return;
+  std::lock_guard lock(mutex_);
+  counters_ = progress_.counters();
+  coordinator_counters_ = progress_.coordinator_counters();
+  for (const CallPtr& call : completed) {
+    names_.erase({call->request.set, call->request.name});
+    if (call->status.ok() &&
+        (call->kind == OpKind::AddSet || call->kind == OpKind::RemoveSet)) {
+      sets_ = progress_.sets();
+    }
+    call->done.store(true, std::memory_order_release);
+  }
+  if (failed && !failure_reported_) {
+    failure_reported_ = true;
+    if (!failure_) failure_ = progress_.failure();
+    log.push_back({10, failure_->text});  // so that whoever watches messages learns of it
+  }
+  if (!log.empty()) {
+    messages_.insert(messages_.end(), std::make_move_iterator(log.begin()),
+                     std::make_move_iterator(log.end()));
+    signal_event(message_event_.get());
+  }
+  if (waiters_ > 0) waiters_cv_.notify_all();
+}
+
+bool Engine::quiet() {
+  asleep_.store(true, std::memory_order_seq_cst);
+  progress_.transport().sleep(true);
+  if (queued_.load(std::memory_order_seq_cst) == 0 && progress_.transport().idle() &&
+      Clock::now() < progress_.next_deadline()) {
+    return true;
+  }
+  awake();
+  return false;
+}
+
+void Engine::awake() {
+  asleep_.store(false, std::memory_order_seq_cst);
+  progress_.transport().sleep(false);
+}
+
+void Engine::collect(std::chrono::nanoseconds timeout) { waiter_.sleep(timeout, ended_); }
+
+std::chrono::nanoseconds Engine::until(TimePoint at) const {
+  if (at == TimePoint::max()) return std::chrono::nanoseconds(-1);
+  return std::max(std::chrono::nanoseconds(0), std::chrono::nanoseconds(at - Clock::now()));
+}
+
+// Yields some times and then sleeps: whoever it waits for may need the core.
+template <typename Done>
+void Engine::drive(Done&& done, TimePoint until_time) {
+  const DefaultFloatingPoint fp;
+  awake();
+  for (int yields = 0; !done();) {
+    if (pass()) {
+      yields = 0;
+      continue;
+    }
+    if (Clock::now() >= until_time) return;
+    if (yields++ < kYields) {
+      ::sched_yield();
+      continue;
+    }
+    yields = 0;
+    if (!muted_) {
+      waiter_.mute_idle(true);
+      muted_ = true;
+    }
+    if (quiet()) {
+      collect(until(std::min(until_time, progress_.next_deadline())));
+      awake();
+    }
+  }
+}
+
+// From here on the doorbell reaches the engine thread, or another waiter if there is one.
+void Engine::leave(std::unique_lock<std::mutex> driver) {
+  bool kick = false;
+  for (int looks = 0; !quiet(); ++looks) {
+    if (looks == kLastLooks) {
+      kick = true;  // more keeps arriving than a caller who has its result should deal with
+      break;
+    }
+    pass();
+  }
+  if (ns(progress_.next_deadline()) < idle_until_.load(std::memory_order_relaxed)) kick = true;
+  if (muted_) {
+    waiter_.mute_idle(false);
+    muted_ = false;
+  }
+  driver.unlock();
+  if (kick) waiter_.kick();
+  hand_over();
+}
+
+void Engine::hand_over() {
+  std::lock_guard lock(mutex_);
+  if (waiters_ > 0 && !closing_) {
+    waiters_cv_.notify_one();
+  } else if (engine_waits_) {
+    engine_waits_ = false;
+    engine_cv_.notify_one();
+  }
+}
+
+void Engine::run() {
+  sigset_t all;
+  ::sigfillset(&all);
+  ::pthread_sigmask(SIG_SETMASK, &all, nullptr);  // signals are for the program's own threads
+  while (!closing_) {
+    std::unique_lock driver(driver_, std::try_to_lock);
+    if (!driver.owns_lock()) {
+      std::unique_lock lock(mutex_);
+      driver = std::unique_lock(driver_, std::try_to_lock);
+      if (!driver.owns_lock()) {
+        engine_waits_ = true;
+        engine_cv_.wait_for(lock, std::chrono::seconds(1), [this] { return !engine_waits_ || closing_; });
+        engine_waits_ = false;
+        continue;
+      }
+    }
+    const auto timeout = serve();
+    driver.unlock();
+    hand_over();
+    waiter_.sleep_idle(timeout);
+  }
+}
+
+// Passes until there is nothing to do; how long that will last if nothing happens.
+std::chrono::nanoseconds Engine::serve() {
+  awake();
+  do {
+    collect(std::chrono::nanoseconds(0));
+    while (pass() && !closing_) {
+    }
+  } while (!closing_ && !quiet());
+  const TimePoint deadline = progress_.next_deadline();
+  idle_until_.store(ns(deadline), std::memory_order_relaxed);
+  return until(deadline);
+}
+
+// ---- Ends -------------------------------------------------------------------------------------
+
+void Engine::shutdown(const std::string& reason, Duration timeout) {
+  if (abandoned()) return;
+  std::lock_guard once(shutdown_);
+  if (shut_down_) return;
+  const TimePoint deadline = saturating(Clock::now(), timeout);
+  closing_ = true;
+  progress_.transport().ring_self();
+  waiter_.kick();
+  {
+    std::lock_guard lock(mutex_);
+    engine_waits_ = false;
+    engine_cv_.notify_one();
+  }
+  thread_.join();
+  {
+    const std::lock_guard driver(driver_);  // a waiter that drives sees closing_ and leaves
+    end_epoch(reason, deadline);
+  }
+  std::lock_guard lock(mutex_);
+  shut_down_ = true;
+  waiter_.close();
+  waiters_cv_.notify_all();
+}
+
+void Engine::end_epoch(const std::string& reason, TimePoint deadline) {
+  const std::string who = "rank " + std::to_string(rank_);
+  Status why;
+  if (!reason.empty()) {
+    why = {ErrorKind::PeerLost, who + " exited: " + reason, rank_};
+  } else if (!progress_.failure()) {
+    progress_.leave(Clock::now());
+    drive([this] { return progress_.failure() || (progress_.drained() && progress_.others_left()); },
+          deadline);
+    if (!progress_.failure() && !progress_.drained()) {
+      why = {ErrorKind::PeerLost, who + " shut down in the middle of an operation", rank_};
+    }
+  }
+  if (!progress_.failure()) {
+    if (why.ok()) {
+      progress_.goodbye(why);
+      why = {ErrorKind::Shutdown, "the engine was shut down; call init() again", rank_};
+      progress_.fail(std::move(why), /*tell=*/false);
+    } else {
+      progress_.fail(std::move(why));
+    }
+  }
+  // A ring of control bytes that stays full belongs to a peer that doesn't read: it will see the end of the connection.
+  const TimePoint patience = Clock::now() + std::chrono::milliseconds(200);
+  while (!progress_.flush() && Clock::now() < patience) ::sched_yield();
+  deliver();
+}
+
+void Engine::abandon() {
+  abandoned_ = true;
+  waiter_.close();
+  doorbell_.close();
+  message_event_.close();
+  for (Descriptor& bell : peer_bells_) bell.close();
+}
+
+// ---- Looking in -------------------------------------------------------------------------------
+
+std::optional<Status> Engine::failure() {
+  if (abandoned()) return Status{ErrorKind::Shutdown, "this process was forked", -1};
+  std::lock_guard lock(mutex_);
+  return failure_;
+}
+
+std::vector<std::string> Engine::pending() {
+  std::lock_guard lock(mutex_);
+  std::vector<std::string> names;
+  for (const auto& [set, name] : names_) names.push_back(name);
+  return names;
+}
+
+std::map<uint32_t, std::vector<int32_t>> Engine::process_sets() {
+  std::lock_guard lock(mutex_);
+  return sets_;
+}
+
+std::map<std::string, uint64_t> Engine::counters() {
+  std::lock_guard lock(mutex_);
+  return {{"entries", counters_.entries},
+          {"calls", counters_.calls},
+          {"fused_calls", counters_.fused_calls},
+          {"passes", counters_.passes},
+          {"coordinator_entries", coordinator_counters_.entries},
+          {"coordinator_tensors", coordinator_counters_.tensors},
+          {"coordinator_fused_tensors", coordinator_counters_.fused_tensors},
+          {"coordinator_cached_announcements", coordinator_counters_.cached_announcements},
+          {"coordinator_errors", coordinator_counters_.errors}};
+}
+
+std::vector<LogLine> Engine::take_messages() {
+  std::lock_guard lock(mutex_);
+  clear_event(message_event_.get());
+  return std::move(messages_);
+}
+
+}  // namespace horovod

@@ -1,0 +1,151 @@
+// L5: an engine: calls and their handles, one driver at a time, sleeping and waking. Must not know Python, how peers
+// were found, or what a pass does.
+//
+// Whoever waits does the work: a caller blocked in wait() drives the passes itself, so that no other thread has to be
+// woken for its result. When no caller waits the engine thread does, asleep unless something happens. The driver holds
+// driver_; everything in Progress, the transport and the schedules belongs to it. mutex_ guards handles, names and the
+// queue of new calls. A leaving driver hands over to another waiter, else to the engine thread, before it returns.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "progress.h"
+#include "wait.h"
+
+namespace horovod {
+
+struct EngineOptions {
+  ProgressOptions progress;
+  Descriptor doorbell;               // the eventfd that peers ring
+  std::vector<Descriptor> peer_bells;  // kept open for the transport, which borrows them
+  std::vector<Descriptor> sockets, pidfds;  // by rank
+};
+
+class Engine {
+ public:
+  // Throws Error(Resource) if a thread or descriptor is refused.
+  explicit Engine(EngineOptions options);
+  // Must not run in a forked child: leak the object there.
+  ~Engine();
+  Engine(const Engine&) = delete;
+
+  // Any thread, never blocks, never drives. Throws Error(InvalidArgument) if the call is wrong by itself (the others
+  // are told, unless the name is in flight here already or this rank is no member) and Error(Shutdown) and others once the
+  // engine is dead. The memory of the tensors must stay until the handle is done.
+  int64_t submit(std::shared_ptr<Call> call);
+  // The adapter refused its user's call: members that wait for the name get an error instead.
+  void reject(Reject reject);
+
+  // Throw Error(InvalidArgument) for an unknown handle.
+  bool poll(int64_t handle);
+  bool wait(int64_t handle, Duration timeout);  // whether it is done; drives
+  std::shared_ptr<Call> take(int64_t handle);   // of a done handle, which is forgotten
+
+  // Without a reason: in good order, after everything that was agreed has run. With one: at once, and every
+  // peer's calls fail with it. Afterwards nothing but take(), poll() and wait() works. Idempotent.
+  void shutdown(const std::string& reason, Duration timeout);
+
+  // In a forked child: closes all descriptors and makes every later call fail. Takes no lock, joins nothing.
+  void abandon();
+  bool abandoned() const { return abandoned_.load(); }
+
+  std::optional<Status> failure();
+  std::vector<std::string> pending();
+  std::map<uint32_t, std::vector<int32_t>> process_sets();
+  std::map<std::string, uint64_t> counters();
+  int message_fd() const { return message_event_.get(); }  // readable when there are log lines
+  std::vector<LogLine> take_messages();
+
+ private:
+  struct LeaveCall {};
+  struct Submission {
+    int64_t handle;
+    CallPtr call;
+  };
+  using Event = std::variant<Submission, Reject, LeaveCall>;
+
+  // What the engine adds to a call.
+  struct Pending {
+    CallPtr call;
+    bool taken = false;   // the driver has it
+    bool waited = false;  // a caller waits for it, and the driver knows or will
+  };
+
+  CallPtr find(int64_t handle);
+  void say_blocked(int64_t handle);
+  void check_alive_locked();
+  const std::vector<int32_t>& members_locked(uint32_t set, OpKind kind) const;
+  void push_locked(Event event, uint64_t bytes, bool urgent);
+  [[noreturn]] void throw_prefixed(const Call& call, const Status& status) const;
+
+  // The driver's.
+  bool pass();
+  void take_events(TimePoint now);
+  void deliver();
+  bool quiet();  // says that it sleeps, then whether it may
+  void awake();
+  void collect(std::chrono::nanoseconds timeout);
+  template <typename Done>
+  void drive(Done&& done, TimePoint until);
+  void leave(std::unique_lock<std::mutex> driver);
+  void hand_over();
+  std::chrono::nanoseconds until(TimePoint at) const;
+
+  void run();  // the engine thread
+  std::chrono::nanoseconds serve();
+  void end_epoch(const std::string& reason, TimePoint deadline);
+
+  const int32_t rank_, size_;
+  Descriptor doorbell_;
+  std::vector<Descriptor> peer_bells_;
+  Descriptor message_event_;
+  Waiter waiter_;
+  Progress progress_;
+
+  std::mutex driver_;
+  bool muted_ = false;                  // driver's
+  Waiter::Ended ended_;                 // driver's
+  bool failure_reported_ = false;       // driver's
+  std::atomic<bool> asleep_{false};     // the doorbell is needed to reach the driver
+  std::atomic<uint64_t> queued_{0};     // events_ that wait for the driver
+  std::atomic<int64_t> idle_until_{0};  // when the engine thread wakes by itself, ns of TimePoint
+
+  std::mutex mutex_;
+  std::condition_variable waiters_cv_, engine_cv_;
+  size_t waiters_ = 0;          // callers asleep in wait() that don't drive
+  bool engine_waits_ = false;   // the engine thread waits for the driver to leave
+  bool timer_armed_ = false;
+  uint64_t queued_bytes_ = 0;
+  std::vector<Event> events_;
+  std::vector<CallPtr> newly_blocked_;
+  std::unordered_map<int64_t, Pending> handles_;
+  std::set<std::pair<uint32_t, std::string>> names_;  // in flight
+  std::map<uint32_t, std::vector<int32_t>> sets_;
+  std::optional<Status> failure_;
+  std::vector<LogLine> messages_;
+  Progress::Counters counters_;
+  Coordinator::Counters coordinator_counters_;
+  int64_t next_handle_ = 1;
+  bool shut_down_ = false;
+
+  std::atomic<bool> abandoned_{false};
+  std::atomic<bool> closing_{false};  // shutdown() drives, nobody else
+  std::mutex shutdown_;               // one at a time
+  std::thread thread_;
+};
+
+}  // namespace horovod

@@ -1,0 +1,448 @@
+// L5: one pass. Must not know threads, handles or how anyone waits.
+
+#include "progress.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <utility>
+
+namespace horovod {
+namespace {
+
+constexpr size_t kInFlight = 2;  // entries that advance at once; the coordinator limits them per set
+constexpr int32_t kCoordinator = 0;
+
+bool moves_data(const Entry& entry) { return info(entry.kind).moves_data; }
+
+std::span<const std::byte> bytes_of(const std::string& s) {
+  return std::as_bytes(std::span(s.data(), s.size()));
+}
+
+CoordinatorOptions coordinator_options(const ProgressOptions& o) {
+  CoordinatorOptions c;
+  c.names = o.names;
+  c.fusion_threshold_bytes = o.plan.fusion_threshold_bytes;
+  c.cache_capacity = o.plan.cache_capacity;
+  c.join_all_ops = o.plan.join_all_ops;
+  c.disable_group_fusion = o.plan.disable_group_fusion;
+  c.plan_hash = o.plan.hash();
+  c.stall_warning = o.stall_warning;
+  c.stall_shutdown = o.stall_shutdown;
+  c.deadlock = o.deadlock;
+  if (o.plan.cycle_time_us > 0) {
+    c.flush_after = std::chrono::microseconds(o.plan.cycle_time_us);
+  }
+  return c;
+}
+
+}  // namespace
+
+uint64_t Plan::hash() const {  // FNV-1a, doi:10.17487/RFC9923
+  uint64_t h = 14695981039346656037ull;
+  for (const uint64_t value :
+       {fusion_threshold_bytes, cycle_time_us, segment_bytes, outbox_bytes, direct_bytes,
+        cache_capacity, uint64_t{join_all_ops}, uint64_t{disable_group_fusion}}) {
+    for (int shift = 0; shift < 64; shift += 8) {
+      h = (h ^ ((value >> shift) & 0xff)) * 1099511628211ull;
+    }
+  }
+  return h;
+}
+
+Progress::Progress(ProgressOptions options)
+    : rank_(options.rank),
+      names_(options.names),
+      plan_(options.plan),
+      plan_hash_(options.plan.hash()),
+      transport_(std::move(options.transport)),
+      mesh_(*transport_, *options.kernels, options.names.size()),
+      cache_(options.plan.cache_capacity),
+      peers_(options.names.size()),
+      heartbeat_(options.names.size() > 1 ? options.heartbeat : Duration{}) {
+  if (rank_ == kCoordinator) {
+    coordinator_ = std::make_unique<Coordinator>(coordinator_options(options));
+  }
+  std::vector<int32_t> all(names_.size());
+  std::iota(all.begin(), all.end(), 0);
+  sets_.emplace(0, std::move(all));
+}
+
+// ---- From this rank ---------------------------------------------------------------------------
+
+void Progress::submit(CallPtr call, TimePoint now) {
+  if (failure_) return complete(call, *failure_);
+  const Request& request = call->request;
+  const uint64_t id = request.unnamed ? 0 : cache_.find(request);
+  const bool blocked = call->blocked;
+  pending_[request.set].insert_or_assign(request.name, call);
+  if (id != 0) {
+    announce(AnnounceCached{id, blocked}, now);
+  } else {
+    announce(Announce{request, blocked}, now);
+  }
+}
+
+void Progress::blocked(Call& call, TimePoint now) {
+  if (failure_) return;
+  call.blocked = true;
+  const auto& calls = pending_[call.request.set];
+  if (calls.find(call.request.name) == calls.end()) return;  // agreed meanwhile
+  announce(Blocked{call.request.set, call.request.name}, now);
+}
+
+void Progress::reject(Reject reject, TimePoint now) {
+  if (!failure_) announce(std::move(reject), now);
+}
+
+void Progress::leave(TimePoint now) {
+  leaving_ = true;
+  if (!failure_) announce(Leave{}, now);
+}
+
+void Progress::peer_closed(int32_t rank) { peers_[rank].closed = true; }
+
+void Progress::announce(Item item, TimePoint now) {
+  if (coordinator_ != nullptr) {
+    coordinator_->receive(rank_, std::move(item), now);
+    coordinate_ = true;
+    return;
+  }
+  std::visit([&](auto& it) { encode(Message(std::move(it)), rank_, peers_[kCoordinator].out); },
+             item);
+}
+
+// ---- The pass ---------------------------------------------------------------------------------
+
+bool Progress::pass(TimePoint now) {
+  ++counters_.passes;
+  if (failure_) return false;
+  bool moved = false;
+  try {
+    moved = read_control(now) || moved;
+    moved = coordinate(now) || moved;
+    moved = advance_running() || moved;
+    for (auto it = running_.begin(); it != running_.end();) {
+      if (it->collective == nullptr || !it->collective->finished()) {
+        ++it;
+        continue;
+      }
+      Running done = std::move(*it);
+      it = running_.erase(it);
+      finish(done, now);
+    }
+    moved = flush_control() || moved;
+    look_for_life(now);
+    check_closed_peers();
+  } catch (const Error& error) {
+    // A peer that breaks the protocol, or memory that was refused in the middle of an entry that others run.
+    Status status = error.status();
+    if (status.kind == ErrorKind::InvalidArgument) status.kind = ErrorKind::PeerLost;
+    if (status.rank < 0) {
+      status.rank = rank_;
+      status.text = "rank " + std::to_string(rank_) + " (" + names_[rank_] + "): " + status.text;
+    }
+    fail(std::move(status));
+  }
+  return moved || failure_;
+}
+
+bool Progress::read_control(TimePoint now) {
+  bool moved = false;
+  for (int32_t y = 0; y < size(); ++y) {
+    if (y == rank_) continue;
+    Peer& peer = peers_[y];
+    for (auto bytes = transport_->read_control(y); !bytes.empty();
+         bytes = transport_->read_control(y)) {
+      peer.in.append(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+      transport_->consume_control(y, bytes.size());
+    }
+    if (peer.in.empty()) continue;
+    auto rest = bytes_of(peer.in);
+    Frame frame;
+    while (!failure_ && decode(rest, frame)) {
+      handle(y, std::move(frame), now);
+      moved = true;
+    }
+    peer.in.erase(0, peer.in.size() - rest.size());
+  }
+  return moved;
+}
+
+void Progress::handle(int32_t from, Frame&& frame, TimePoint now) {
+  const auto refuse = [&](const char* what) {
+    throw Error(ErrorKind::InvalidArgument,
+                "rank " + std::to_string(from) + " (" + names_[from] + ") sent " + what, from);
+  };
+  std::visit(
+      [&](auto&& message) {
+        using M = std::decay_t<decltype(message)>;
+        if constexpr (std::is_same_v<M, Goodbye>) {
+          if (!message.status.ok()) return fail(std::move(message.status));
+          peers_[from].gone = true;
+          // Nothing can be agreed without the coordinator. Whoever needs nothing more never notices.
+          if (from == kCoordinator && !leaving_) {
+            fail({ErrorKind::Shutdown,
+                  "rank 0 (" + names_[0] + ") has shut down: its script ended or called shutdown()",
+                  0});
+          }
+        } else if constexpr (std::is_constructible_v<Decision, M>) {
+          if (from != kCoordinator) refuse("a decision, but it doesn't coordinate");
+          receive(std::move(message), now);
+        } else {
+          if (coordinator_ == nullptr) refuse("an announcement to a rank that doesn't coordinate");
+          if (frame.rank != from) refuse("an announcement in another rank's name");
+          coordinator_->receive(from, std::move(message), now);
+          coordinate_ = true;
+        }
+      },
+      std::move(frame.message));
+}
+
+bool Progress::coordinate(TimePoint now) {
+  if (coordinator_ == nullptr) return false;
+  if (!coordinate_ && now < coordinator_->next_deadline()) return false;
+  coordinate_ = false;
+  std::vector<Outgoing> outgoing;
+  coordinator_->decide(now, outgoing, log_);
+  for (Outgoing& o : outgoing) {
+    bool for_me = false;
+    for (const int32_t to : o.to) {
+      if (to == rank_) {
+        for_me = true;
+        continue;
+      }
+      std::visit([&](const auto& d) { encode(Message(d), to, peers_[to].out); }, o.decision);
+    }
+    if (for_me) receive(std::move(o.decision), now);
+  }
+  return !outgoing.empty();
+}
+
+// ---- Decisions --------------------------------------------------------------------------------
+
+void Progress::receive(Decision&& decision, TimePoint now) {
+  if (failure_) return;
+  if (auto* entry = std::get_if<Entry>(&decision)) return receive_entry(std::move(*entry));
+  if (const auto* again = std::get_if<Resend>(&decision)) return resend(again->id, now);
+  fail(std::move(std::get<Abort>(decision).status));
+}
+
+void Progress::receive_entry(Entry&& entry) {
+  if (entry.plan_hash != plan_hash_) {
+    throw Error(ErrorKind::InvalidArgument, "rank 0 follows another plan than this rank");
+  }
+  if (entry.kind == OpKind::Shutdown) {
+    acknowledged_ = true;
+    return;
+  }
+  std::vector<CallPtr> calls;
+  for (const EntryItem& item : entry.items) {
+    const std::string* name = item.name.empty() ? cache_.name(item.id) : &item.name;
+    CallPtr call = name == nullptr ? nullptr : take_pending(entry.set, *name);
+    if (call == nullptr) {
+      throw Error(ErrorKind::InvalidArgument,
+                  "rank 0 scheduled a call that this rank never made: " +
+                      (name == nullptr ? "id " + std::to_string(item.id) : *name),
+                  kCoordinator);
+    }
+    if (!entry.status.ok()) {
+      cache_.forget(item.id);
+    } else if (item.id != 0) {
+      cache_.learn(item.id, call->request);
+    }
+    calls.push_back(std::move(call));
+  }
+  if (!entry.status.ok() || !moves_data(entry)) {
+    for (const CallPtr& call : calls) finish_control(entry, call);
+    return;
+  }
+  ++counters_.entries;
+  counters_.calls += calls.size();
+  if (calls.size() > 1) counters_.fused_calls += calls.size();
+  running_.push_back({std::move(entry), std::move(calls), nullptr});
+}
+
+CallPtr Progress::take_pending(uint32_t set, std::string_view name) {
+  auto& calls = pending_[set];
+  const auto it = calls.find(name);
+  if (it == calls.end()) return nullptr;
+  CallPtr call = std::move(it->second);
+  calls.erase(it);
+  return call;
+}
+
+// Error entries and those that move no data are done when they arrive.
+void Progress::finish_control(const Entry& entry, const CallPtr& call) {
+  if (!entry.status.ok()) {
+    Status status = entry.status;
+    status.text = "[horovod " + std::to_string(rank_) + "/" + std::to_string(size()) + "] " +
+                  status.text;
+    return complete(call, std::move(status));
+  }
+  call->value = entry.value;
+  const auto uid = static_cast<uint32_t>(entry.value);
+  if (entry.kind == OpKind::AddSet) sets_[uid] = entry.ranks;
+  if (entry.kind == OpKind::RemoveSet) {
+    sets_.erase(uid);
+    pending_.erase(uid);
+    cache_.forget_set(uid);
+  }
+  complete(call, {});
+}
+
+void Progress::resend(uint64_t id, TimePoint now) {
+  const Request* request = cache_.request(id);
+  if (request == nullptr) return;
+  const auto& calls = pending_[request->set];
+  const auto it = calls.find(request->name);
+  const bool announced = it != calls.end() && it->second->request == *request;
+  cache_.forget(id);
+  if (announced) announce(Announce{it->second->request, it->second->blocked}, now);
+}
+
+// ---- Entries in flight ------------------------------------------------------------------------
+
+bool Progress::advance_running() {
+  bool moved = false;
+  mesh_.begin_pass();
+  for (size_t i = 0; i < std::min(running_.size(), kInFlight); ++i) {
+    Running& running = running_[i];
+    if (running.collective == nullptr) start(running);
+    moved = running.collective->advance(mesh_, i == 0) || moved;
+  }
+  return moved;
+}
+
+void Progress::start(Running& running) {
+  const Entry& entry = running.entry;
+  std::vector<Arguments*> calls;
+  for (const CallPtr& call : running.calls) calls.push_back(call.get());
+  running.collective = std::make_unique<Collective>(
+      std::move(calls),
+      Group{.members = sets_.at(entry.set),
+            .contributors = entry.contributors,
+            .rank = rank_,
+            .segment_bytes = std::min(plan_.segment_bytes, transport_->max_slot_bytes()),
+            .direct_bytes = plan_.direct_bytes});
+}
+
+void Progress::finish(Running& running, TimePoint now) {
+  for (const CallPtr& call : running.calls) complete(call, {});
+  if (running.entry.contributors.front() == rank_) announce(Done{running.entry.seq}, now);
+}
+
+// ---- Peers ------------------------------------------------------------------------------------
+
+bool Progress::flush_control() {
+  bool moved = false;
+  for (int32_t y = 0; y < size(); ++y) {
+    std::string& out = peers_[y].out;
+    if (out.empty()) continue;
+    const size_t n = transport_->write_control(y, bytes_of(out));
+    out.erase(0, n);
+    moved = moved || n > 0;
+  }
+  return moved;
+}
+
+// Death is seen by its closed connection; a frozen process keeps that open, but its count of life signs stands still.
+void Progress::look_for_life(TimePoint now) {
+  if (heartbeat_ == Duration{}) return;
+  if (now - last_beat_ >= heartbeat_ / 8) {
+    transport_->beat();
+    last_beat_ = now;
+  }
+  if (now - last_look_ < heartbeat_ / 8) return;
+  const bool overslept = now - last_look_ > heartbeat_ / 2;  // we were frozen ourselves: look again first
+  last_look_ = now;
+  for (int32_t y = 0; y < size(); ++y) {
+    Peer& peer = peers_[y];
+    if (y == rank_ || peer.gone) continue;
+    const uint64_t beats = transport_->beats_of(y);
+    if (beats != peer.beats || overslept) {
+      peer.beats = beats;
+      peer.alive = now;
+    } else if (now - peer.alive > heartbeat_) {
+      const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(now - peer.alive);
+      return fail({ErrorKind::PeerLost,
+                   "rank " + std::to_string(y) + " (" + names_[y] + ") gave no sign of life for " +
+                       std::to_string(seconds.count()) + " s: it is stopped or its host is gone",
+                   y});
+    }
+  }
+}
+
+// What a peer said before it ended has been read by now: an end without a goodbye is a death.
+void Progress::check_closed_peers() {
+  if (failure_) return;
+  for (int32_t y = 0; y < size(); ++y) {
+    Peer& peer = peers_[y];
+    if (!peer.closed || peer.gone) continue;
+    if (!transport_->read_control(y).empty()) continue;  // it spoke after this pass read it: next pass
+    fail({ErrorKind::PeerLost,
+          "rank " + std::to_string(y) + " (" + names_[y] + ") died without a word", y});
+    return;
+  }
+}
+
+TimePoint Progress::next_deadline() const {
+  if (failure_) return TimePoint::max();
+  TimePoint at = coordinator_ == nullptr ? TimePoint::max() : coordinator_->next_deadline();
+  if (heartbeat_ != Duration{}) at = std::min(at, last_look_ + heartbeat_ / 4);
+  return at;
+}
+
+bool Progress::drained() const { return acknowledged_ && running_.empty(); }
+
+bool Progress::others_left() const { return coordinator_ == nullptr || coordinator_->all_left(); }
+
+void Progress::goodbye(const Status& status) {
+  for (int32_t y = 0; y < size(); ++y) {
+    if (y == rank_ || peers_[y].closed || peers_[y].gone) continue;
+    encode(Goodbye{status}, rank_, peers_[y].out);
+  }
+  flush();
+}
+
+bool Progress::flush() {
+  flush_control();
+  return std::all_of(peers_.begin(), peers_.end(), [](const Peer& p) {
+    return p.out.empty() || p.closed || p.gone;
+  });
+}
+
+// ---- Ends -------------------------------------------------------------------------------------
+
+void Progress::fail(Status status, bool tell) {
+  if (failure_) return;
+  failure_ = status;
+  if (tell) goodbye(status);
+  std::vector<CallPtr> calls;
+  for (const Running& running : running_) {
+    calls.insert(calls.end(), running.calls.begin(), running.calls.end());
+  }
+  running_.clear();
+  for (auto& [set, by_name] : pending_) {
+    for (auto& [name, call] : by_name) calls.push_back(call);
+  }
+  pending_.clear();
+  for (const CallPtr& call : calls) complete(call, status);
+}
+
+void Progress::complete(const CallPtr& call, Status status) {
+  if (failure_ && !status.ok()) status.text = describe(*call) + status.text;
+  call->status = std::move(status);
+  completed_.push_back(call);
+}
+
+std::string Progress::describe(const Call& call) const {
+  return "[horovod " + std::to_string(rank_) + "/" + std::to_string(size()) + "] " +
+         std::string(info(call.request.kind).name) + " \"" + call.request.name + "\": ";
+}
+
+Coordinator::Counters Progress::coordinator_counters() const {
+  return coordinator_ == nullptr ? Coordinator::Counters{} : coordinator_->counters();
+}
+
+}  // namespace horovod

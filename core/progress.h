@@ -1,0 +1,158 @@
+// L5: one pass over everything an engine has to do, without ever blocking: new calls, control messages, decisions, the
+// entries in flight. Must not know threads, handles or how anyone waits; whoever drives calls it.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "cache.h"
+#include "collective.h"
+#include "coordinator.h"
+#include "mesh.h"
+#include "transport.h"
+#include "wire.h"
+
+namespace horovod {
+
+// What shapes schedules and agreement: rank 0's, the same on every rank.
+struct Plan {
+  uint64_t fusion_threshold_bytes = 128ull << 20;
+  uint64_t cycle_time_us = 0;  // deliberate waiting; 0 = driven by events alone
+  uint64_t segment_bytes = 1ull << 20;
+  uint64_t outbox_bytes = 8ull << 20;
+  uint64_t direct_bytes = 16ull << 10;
+  uint64_t cache_capacity = 64ull << 10;
+  bool join_all_ops = false;
+  bool disable_group_fusion = false;
+
+  uint64_t hash() const;
+};
+
+// One call of a user, from submit to take.
+struct Call : Arguments {
+  Request request;
+  bool blocked = false;  // a caller waits for it; the engine's until the driver takes the call
+
+  Status status;      // results, valid once done
+  int64_t value = 0;  // join: who joined last; process sets: the uid
+  std::atomic<bool> done{false};
+};
+using CallPtr = std::shared_ptr<Call>;
+
+struct ProgressOptions {
+  int32_t rank = 0;
+  std::vector<std::string> names;  // by rank: "hostname, pid 123"
+  Plan plan;
+  std::unique_ptr<Transport> transport;
+  const Kernels* kernels = nullptr;
+  Duration stall_warning{}, stall_shutdown{}, deadlock{}, heartbeat{};  // 0 = never
+};
+
+class Progress {
+ public:
+  explicit Progress(ProgressOptions options);
+
+  // What happened on this rank since the last pass.
+  void submit(CallPtr call, TimePoint now);
+  void blocked(Call& call, TimePoint now);
+  void reject(Reject reject, TimePoint now);
+  void leave(TimePoint now);
+  void peer_closed(int32_t rank);  // its process ended or it closed the connection
+
+  // Does what can be done at `now`; whether anything moved.
+  bool pass(TimePoint now);
+  // When pass() has to run again even if nothing arrives; TimePoint::max() if never.
+  TimePoint next_deadline() const;
+
+  // Ends the epoch on this rank: fails every call and, unless they know, tells all peers why.
+  void fail(Status status, bool tell = true);
+  const std::optional<Status>& failure() const { return failure_; }
+
+  bool drained() const;      // after leave(): all that was agreed before it has been run
+  bool others_left() const;  // whom this rank coordinates
+  void goodbye(const Status& status);  // the last message to every peer
+  bool flush();                        // whether all control messages have gone out
+
+  // Calls that ended since the last time, in the order in which they ended.
+  std::vector<CallPtr> take_completed() { return std::move(completed_); }
+  std::vector<LogLine> take_log() { return std::move(log_); }
+  const std::map<uint32_t, std::vector<int32_t>>& sets() const { return sets_; }
+  Transport& transport() { return *transport_; }
+
+  struct Counters {
+    uint64_t entries = 0, calls = 0, fused_calls = 0, passes = 0;
+  };
+  const Counters& counters() const { return counters_; }
+  Coordinator::Counters coordinator_counters() const;
+
+ private:
+  struct NameHash {
+    using is_transparent = void;
+    size_t operator()(std::string_view s) const { return std::hash<std::string_view>{}(s); }
+  };
+  using CallsByName = std::unordered_map<std::string, CallPtr, NameHash, std::equal_to<>>;
+  struct Running {
+    Entry entry;
+    std::vector<CallPtr> calls;
+    std::unique_ptr<Collective> collective;  // once it is its turn
+  };
+
+  int32_t size() const { return static_cast<int32_t>(names_.size()); }
+  void announce(Item item, TimePoint now);
+  bool read_control(TimePoint now);
+  void handle(int32_t from, Frame&& frame, TimePoint now);
+  bool coordinate(TimePoint now);
+  void receive(Decision&& decision, TimePoint now);
+  void receive_entry(Entry&& entry);
+  void resend(uint64_t id, TimePoint now);
+  CallPtr take_pending(uint32_t set, std::string_view name);
+  void finish_control(const Entry& entry, const CallPtr& call);
+  bool advance_running();
+  void start(Running& running);
+  void finish(Running& running, TimePoint now);
+  bool flush_control();
+  void look_for_life(TimePoint now);
+  void check_closed_peers();
+  void complete(const CallPtr& call, Status status);
+  std::string describe(const Call& call) const;
+
+  const int32_t rank_;
+  const std::vector<std::string> names_;
+  const Plan plan_;
+  const uint64_t plan_hash_;
+  std::unique_ptr<Transport> transport_;
+  Mesh mesh_;
+  NameCache cache_;
+  std::unique_ptr<Coordinator> coordinator_;  // on rank 0
+  bool coordinate_ = false;                   // something was received since it last decided
+
+  std::map<uint32_t, std::vector<int32_t>> sets_;      // uid -> members
+  std::map<uint32_t, CallsByName> pending_;            // announced, by set
+  std::deque<Running> running_;                        // agreed, in the global order
+  std::vector<CallPtr> completed_;
+  std::vector<LogLine> log_;
+
+  struct Peer {
+    std::string in, out;  // control bytes: a partial frame that came, and what didn't fit yet
+    bool closed = false;  // the connection ended
+    bool gone = false;    // it said goodbye in good order
+    uint64_t beats = 0;
+    TimePoint alive{};
+  };
+  std::vector<Peer> peers_;
+  Duration heartbeat_;
+  TimePoint last_beat_{}, last_look_{};
+  std::optional<Status> failure_;
+  bool leaving_ = false, acknowledged_ = false;
+  Counters counters_;
+};
+
+}  // namespace horovod
