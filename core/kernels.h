@@ -1,9 +1,12 @@
 // L1: arithmetic and copies on plain memory, one table per instruction set, all equal bit for bit. Must not know
 // ranks, schedules or threads.
 //
-// Laws: the terms of a fold are combined from left to right, so the caller's order of terms (rank order) is the
-// association. 16-bit floats are widened to fp32 once, combined in fp32 and rounded once at the end (round to nearest even).
-// Integers wrap. A factor of 1 costs nothing and changes nothing. Min and Max hand NaN on.
+// Laws: the terms of a fold are combined from left to right, so the caller's order of terms (rank
+// order) is the association. 16-bit floats are widened to fp32 once, combined in fp32 and rounded
+// once at the end (round to nearest even). Integers wrap. A factor of 1 costs nothing and changes
+// nothing. Min and Max are those of IEEE 754-2019: NaN is handed on and -0 is below +0. Which NaN
+// (its sign and payload) comes of several, or of none, is not promised. The processor rounds to
+// nearest and keeps subnormals: the caller sees to that.
 #pragma once
 
 #include <cstddef>
@@ -29,13 +32,14 @@ struct FoldSpec {
   uint32_t divisor = 1;
 };
 
-// Folds `terms[0..n_terms)` of `count` elements each into `out`. `out` may be one of the terms, else overlaps none. If
-// `slot` is not null the result is also written there with streaming stores: it is aligned to kAlignment and padded to it (the padding's
-// content is unspecified). Any term may be misaligned.
+// Folds `terms[0..n_terms)`, at least one, of `count` elements each into `out`. `out` may be one of
+// the terms, else overlaps none. If `slot` is not null the result is also written there, as
+// copy_to_slot would: it is aligned to kAlignment and padded to it (the padding's content is
+// unspecified). `out` and any term may be misaligned.
 using FoldFn = void (*)(const FoldSpec& spec, std::byte* out, std::byte* slot, const std::byte* const* terms,
                         size_t n_terms, size_t count);
 
-// Copies into a transport slot (aligned and padded to kAlignment) with streaming stores above a few KiB.
+// Copies into a transport slot (aligned and padded to kAlignment) with streaming stores above some 2 KiB.
 // The caller issues store_fence() before it publishes.
 using CopyFn = void (*)(std::byte* slot, const std::byte* from, size_t bytes);
 
