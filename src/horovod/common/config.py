@@ -238,7 +238,7 @@ def effective(
             continue
         name = knob.env.encode()
         if name in exported:
-            source = f"file: {knob.yaml}" if knob.name in weak else f"flag {knob.flags[0]}"
+            source = f"file: {knob.yaml}" if knob.name in weak else f"flag {knob.flag}"
             rows.append((knob.env, os.fsdecode(exported[name]), source))
         elif environ.get(name):
             rows.append((knob.env, os.fsdecode(environ[name]), "environment"))
@@ -260,7 +260,7 @@ def without_effect(
             continue
         value = given.get(knob.name)
         if value is not None and value is not False and value != set():
-            names.append(knob.yaml if knob.name in weak else knob.flags[0])
+            names.append(knob.yaml if knob.name in weak else knob.flag)
             continue
         text = environ.get(knob.env.encode(), b"") if knob.env and knob.tunable else b""
         if text and _asks_for_something(knob, os.fsdecode(text)):

@@ -71,6 +71,11 @@ class Knob:
     exclusive: str = ""
     refusal: str = ""
 
+    @property
+    def flag(self) -> str:
+        """The option by which messages name it: the first long one."""
+        return next(flag for flag in self.flags if flag.startswith("--"))
+
 
 _NOT_ELASTIC = "elastic jobs are not supported yet; give only -np for a job of fixed size"
 _NOT_MPI = "MPI is not supported; leave the option out and horovod starts the processes itself"

@@ -156,10 +156,10 @@ class Driver:
             OSError: a file for output could not be made.
         """
         try:
-            for name in ("stdout", "stderr"):
+            for name in ("stderr", "stdout"):  # the first takes complaints about the second
                 stream = getattr(sys, name)
                 self._consoles[name] = Console(name, stream, self._wakeup, self._broken)
-            with self._signal_handlers():
+            with self._signals_wake():
                 try:
                     self._start()
                     self._loop()
@@ -215,7 +215,7 @@ class Driver:
             now = time.monotonic()
             if self._all_ended:
                 if linger_until is None:
-                    linger_until = now + _LINGER_S
+                    linger_until = now + (_LINGER_S if self._term_at is None else 0.0)
                 # Output that waits for a slow console is not given up.
                 held = self._paused and not self._interrupted
                 if not self._pipes or (now >= linger_until and not held):
@@ -301,6 +301,7 @@ class Driver:
                 self._say(f"Terminating remaining workers {after}.\n")
             self._term_at = time.monotonic()
             self._placement.signal(signal.SIGTERM)
+            self._placement.signal(signal.SIGCONT)  # one that is stopped would never hear it
         elif action is Action.KILL:
             self._placement.signal(signal.SIGKILL)
 
@@ -313,25 +314,30 @@ class Driver:
     def _broken(self, name: str, reason: str) -> None:
         """A console or file takes no more output; the job goes on."""
         text = f"horovodrun: {name}: {reason}; output for it is dropped from here on\n"
-        if name != "stderr" and "stderr" in self._consoles:
+        if name != "stderr":
             self._consoles["stderr"].put(text.encode())
-        elif name == "stdout":
-            sys.stderr.write(text)
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)  # the interpreter has woken the loop
 
     @contextlib.contextmanager
-    def _signal_handlers(self) -> Iterator[None]:
-        """Handles what tells a launcher to stop, except what it was started to ignore (nohup)."""
-        if not self._spec.foreground:
-            yield
+    def _signals_wake(self) -> Iterator[None]:
+        """Lets every signal end the loop's sleep; else one that comes just before it is overslept.
+
+        In the foreground, handles what tells a launcher to stop, except what it was started to
+        ignore (nohup). Elsewhere the caller's handlers run, and may raise.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield  # signals are the main thread's
             return
         before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
         wakeup_before = signal.set_wakeup_fd(self._wakeup.writer, warn_on_full_buffer=False)
-        for number in map(int, _SIGNALS):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                before[number] = signal.signal(number, self._signalled)
+        if wakeup_before != -1:  # somebody's event loop, which we must not make deaf
+            signal.set_wakeup_fd(wakeup_before)
+        if self._spec.foreground:
+            for number in map(int, _SIGNALS):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    before[number] = signal.signal(number, self._signalled)
         try:
             yield
         finally:

@@ -95,6 +95,7 @@ def end_job(job_id: str, sessions: Collection[int], grace_s: float = TERM_GRACE_
     deadline = time.monotonic() + grace_s
     if signal_job(job_id, sessions, signal.SIGTERM) == 0:
         return True
+    signal_job(job_id, sessions, signal.SIGCONT)  # one that is stopped would never hear it
     while time.monotonic() < deadline:
         if not job_processes(job_id, sessions):
             return True
@@ -146,4 +147,4 @@ def watch(launcher: int, job_id: str, directory: str, orders: int) -> None:
 
 
 if __name__ == "__main__":
-    watch(int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    watch(int(sys.argv[1]), sys.argv[2], sys.argv[3], orders=0)

@@ -137,7 +137,7 @@ def check_numbers(args: argparse.Namespace) -> None:
     for knob in KNOBS:
         value = getattr(args, knob.name, None)
         if value is not None and knob.kind in _TYPES:
-            config.check_range(knob, value, f"{knob.flags[0]} {value}")
+            config.check_range(knob, value, f"{knob.flag} {value}")
 
 
 def _read_file(args: argparse.Namespace) -> None:
@@ -276,7 +276,7 @@ def check_supported(args: argparse.Namespace, environment: Mapping[bytes, bytes]
     for knob in KNOBS:
         value = getattr(args, knob.name, None)
         if knob.effect is Effect.REFUSED and value not in (None, False):
-            name = "controller: mpi" if knob.name in args.from_file else knob.flags[0]
+            name = "controller: mpi" if knob.name in args.from_file else knob.flag
             if knob.name == "use_mpi" and "use_mpi" in args.from_file:
                 name = f"controller: mpi in {args.config_file}"
             raise UsageError(f"{name}: {knob.refusal}")
@@ -365,12 +365,18 @@ def _tell(text: str) -> None:
 
 
 def _open_standard_descriptors() -> None:
-    """Opens those of 0, 1 and 2 that are closed, so that nothing else gets their numbers."""
+    """Opens those of 0, 1 and 2 that are closed, so that nothing else gets their numbers.
+
+    What is written to a stream that was closed is dropped.
+    """
     null = os.open(os.devnull, os.O_RDWR)
     while null <= 2:
         os.set_inheritable(null, True)
         null = os.open(os.devnull, os.O_RDWR)
     os.close(null)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
 def run_commandline(argv: Sequence[str] | None = None) -> int:

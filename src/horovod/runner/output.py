@@ -36,6 +36,8 @@ class LinePrefixer:
 
     def feed(self, data: bytes) -> bytes:
         """Returns the lines that ``data`` completes."""
+        if not data:
+            return b""
         head = b""
         if self._after_return and data[:1] == b"\n":  # the second half of a \r\n
             head, data = b"\n", data[1:]

@@ -25,6 +25,7 @@ from horovod.runner import guardian
 from horovod.runner.hosts import Host, Slot
 
 _RESOLVE_S = 5.0
+_GUARDIAN_S = 2.0
 _KERNEL_STRING_BYTES = 32 * 4096  # MAX_ARG_STRLEN
 _KERNEL_TOTAL_BYTES = 6 << 20  # three quarters of _STK_LIM
 _FEWEST_TOTAL_BYTES = 128 << 10
@@ -209,7 +210,8 @@ class Guardian:
         self._told = b""
         self._closed = False
         self._process = self._start()
-        threading.Thread(target=self._keep, name="horovod-guardian", daemon=True).start()
+        self._thread = threading.Thread(target=self._keep, name="horovod-guardian", daemon=True)
+        self._thread.start()
 
     def tell(self, session: int) -> None:
         """Names a session to be ended if the launcher is killed."""
@@ -225,10 +227,13 @@ class Guardian:
             self._write(guardian.RELEASE)
             process = self._process
         try:
-            process.wait(2.0)
+            process.wait(_GUARDIAN_S)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(2.0)
+            process.wait(_GUARDIAN_S)
+        self._thread.join(_GUARDIAN_S)
+        assert process.stdin is not None
+        process.stdin.close()
 
     def _start(self) -> subprocess.Popen[bytes]:
         program = os.path.abspath(guardian.__file__)
@@ -245,6 +250,7 @@ class Guardian:
 
     def _keep(self) -> None:
         """Starts another guardian whenever one ends without having been released."""
+        reason = f"it ended {self._RESTARTS} times"
         for _ in range(self._RESTARTS):
             self._process.wait()
             with self._lock:
@@ -253,12 +259,17 @@ class Guardian:
                 try:
                     self._process = self._start()
                 except OSError as error:
-                    sys.stderr.write(
-                        f"horovodrun: nobody will end the job if the launcher is killed: the "
-                        f"guardian ended and can't be started again: {error}\n"
-                    )
-                    return
+                    reason = f"it can't be started again: {error}"
+                    break
                 self._write(self._told)
+        else:
+            self._process.wait()
+            if self._closed:
+                return
+        sys.stderr.write(
+            f"horovodrun: if the launcher is killed, nobody will end the job: the process that "
+            f"should is gone, {reason}\n"
+        )
 
     def _write(self, data: bytes) -> None:
         assert self._process.stdin is not None
