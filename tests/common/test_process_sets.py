@@ -58,8 +58,9 @@ else:
         raise SystemExit("rank() of an outsider")
     except ValueError as error:
         assert "rank 1 is not a member" in str(error)
-for bad, words in [([0, 2], "are process set 1 already"), ([0, 1, 2], "are process set 0 already"),
-                   ([0, 0], "twice"), ([0, 3], "outside 0 to 2"), ([-1], "outside"), ([], "at least")]:
+for bad, words in [([0, 2], "are process set 1 already"),
+                   ([0, 1, 2], "are process set 0 already"), ([0, 0], "twice"),
+                   ([0, 3], "outside 0 to 2"), ([-1], "outside"), ([], "at least")]:
     try:
         P.add_process_set(bad)
         raise SystemExit("accepted " + str(bad))
@@ -101,7 +102,7 @@ def test_sets_given_to_init(ranks):
     ranks.run(
         """
 P = process_sets
-a, b, again, everyone = P.ProcessSet([0]), P.ProcessSet([1]), P.ProcessSet([0]), P.ProcessSet([1, 0])
+a, b, again, everyone = [P.ProcessSet(ranks) for ranks in ([0], [1], [0], [1, 0])]
 try:
     basics.init(process_sets=[a, again, b, everyone])
     raise SystemExit("accepted")

@@ -181,7 +181,6 @@ class _Runtime:
         self.world: _World | None = None
         self.watcher: _Watcher | None = None
         self.forked = False
-        self.inherited: _World | None = None
         self.hooked = False
         self.registrar: Registrar | None = None
 
@@ -372,16 +371,21 @@ def shutdown() -> None:
     _end("", _LEAVE_S)
 
 
-def _end(reason: str, timeout_s: float) -> None:
-    if not _runtime.lock.acquire(timeout=_LEAVE_S + timeout_s):
-        return  # another thread is busy in init() or shutdown(); the process may end meanwhile
+def _end(reason: str, timeout_s: float, patience_s: float = -1) -> None:
+    """Ends the world.
+
+    Args:
+        reason: why this rank leaves; empty for an end in good order.
+        timeout_s: how long that may take.
+        patience_s: how long to wait for a thread that is in ``init()`` or ``shutdown()``, which are
+            bounded themselves; negative waits for their end.
+    """
+    if not _runtime.lock.acquire(timeout=patience_s):
+        return
     try:
         world, watcher = _runtime.world, _runtime.watcher
         _runtime.world, _runtime.watcher = None, None
-        if world is None:
-            return
-        if _runtime.forked:
-            _runtime.inherited = world  # its engine must never be destroyed here
+        if world is None or _runtime.forked:
             return
         try:
             world.engine.shutdown(reason, timeout_s)
@@ -587,7 +591,7 @@ def _leave_because_of(error: BaseException) -> None:
         return
     line = traceback.format_exception_only(error)[-1].strip()
     world.report(_lost_rank(error, world.settings.rank), line, line)
-    _end(line, _LAST_WORDS_S)
+    _end(line, _LAST_WORDS_S, _LAST_WORDS_S)
 
 
 def _lost_rank(error: BaseException | None, own: int) -> int | None:
@@ -606,7 +610,7 @@ def _at_exit() -> None:
     error = getattr(sys, "last_value", None)
     if isinstance(error, BaseException):
         _leave_because_of(error)
-    shutdown()
+    _end("", _LEAVE_S, _LEAVE_S)
 
 
 def _after_fork_in_child() -> None:
