@@ -146,15 +146,19 @@ Schedule allreduce_chunked(const Place& place, uint64_t bytes) {
   return b.take();
 }
 
-// Pairwise: every rank sends each owner its chunk and folds its own. (n-1)/n x bytes each way.
+// Pairwise: every rank sends each owner its chunk and folds its own. (n-1)/n x bytes each way. A fold waits for all ranks
+// and a rank writes to one after the other, so the pieces for all owners together must fit where one segment fits: else
+// everyone would wait for room that only everyone's folds can free.
 Schedule reducescatter(const Place& place, std::span<const uint64_t> chunks) {
   Builder b(place);
   const auto offsets = offsets_of(chunks);
   const uint64_t longest = *std::max_element(chunks.begin(), chunks.end());
+  const uint64_t lines = place.segment_bytes / kAlignment / static_cast<uint64_t>(place.size);
+  const uint64_t piece_bytes = std::max<uint64_t>(lines, 1) * kAlignment;
   const auto part = [&](uint64_t s, int32_t r) {
-    return segment(offsets[r], chunks[r], s, place.segment_bytes);
+    return segment(offsets[r], chunks[r], s, piece_bytes);
   };
-  for (uint64_t s = 0; s < segments_of(longest, place.segment_bytes); ++s) {
+  for (uint64_t s = 0; s < segments_of(longest, piece_bytes); ++s) {
     for (int32_t k = 1; k < place.size; ++k) {
       const int32_t to = (place.rank + k) % place.size;
       b.send(to, part(s, to).begin, part(s, to).bytes);
