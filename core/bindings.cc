@@ -261,6 +261,7 @@ class PyEngine {
     call->request.name = std::move(name);
     call->request.unnamed = unnamed;
     const int64_t handle = engine_->submit(std::move(call));
+    const nb::ft_lock_guard lock(mutex_);
     keep_.emplace(handle, std::move(keep));
     return handle;
   }
@@ -298,7 +299,14 @@ class PyEngine {
 
   Result take(int64_t handle) {
     const auto call = engine_->take(handle);
-    keep_.erase(handle);
+    nb::object kept;  // dropped after the lock
+    {
+      const nb::ft_lock_guard lock(mutex_);
+      if (const auto it = keep_.find(handle); it != keep_.end()) {
+        kept = std::move(it->second);
+        keep_.erase(it);
+      }
+    }
     return to_result(*call);
   }
 
@@ -325,8 +333,9 @@ class PyEngine {
   static constexpr Duration kSignalSlice = std::chrono::milliseconds(100);
 
   std::unique_ptr<Engine> engine_;
-  std::unordered_map<int64_t, nb::object> keep_;  // guarded by the GIL
-  uint64_t set_calls_ = 0;
+  nb::ft_mutex mutex_;  // of keep_; nothing where there is a GIL
+  std::unordered_map<int64_t, nb::object> keep_;
+  std::atomic<uint64_t> set_calls_{0};
 };
 
 // ---- For tests: kernels on plain addresses ----------------------------------------------------
@@ -405,10 +414,10 @@ NB_MODULE(_core, m) {
   using namespace horovod;
   m.doc() = "The core of horovod: engine, transports and kernels.";
 
-  static PyObject* failure = PyErr_NewExceptionWithDoc(
+  PyObject* failure = PyErr_NewExceptionWithDoc(
       "horovod._core.Failure", "The engine's own error; args are (kind, text, rank).",
       PyExc_RuntimeError, nullptr);
-  m.attr("Failure") = nb::handle(failure);
+  m.attr("Failure") = nb::steal(failure).inc_ref();  // one reference is the translator's, for ever
   nb::register_exception_translator(
       [](const std::exception_ptr& p, void* type) {
         try {

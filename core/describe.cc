@@ -13,6 +13,10 @@ constexpr size_t kMostRanges = 16;
 
 std::string describe_call(OpKind kind, std::string_view name) {
   std::string out(info(kind).name);
+  // Adapters name calls "allreduce.conv1.weight": the kind is said already.
+  if (name.size() > out.size() + 1 && name.starts_with(out) && name[out.size()] == '.') {
+    name.remove_prefix(out.size() + 1);
+  }
   out += " \"";
   if (name.size() <= kLongestName) {
     out += name;
@@ -50,6 +54,10 @@ std::string describe_seconds(double seconds) {
                        ? std::to_chars(text, last, seconds, std::chars_format::general, 2).ptr
                        : std::to_chars(text, last, seconds, std::chars_format::fixed, 0).ptr;
   return std::string(text, end) + " s";
+}
+
+std::string message_prefix(int32_t rank, int32_t size) {
+  return "[horovod " + std::to_string(rank) + "/" + std::to_string(size) + "] ";
 }
 
 std::string describe_rank(int32_t rank, std::span<const std::string> names) {

@@ -17,6 +17,9 @@ std::string describe_ranks(std::span<const int32_t> ranks);     // ranks 0-2, 5;
 std::string describe_number(double value);                      // the shortest exact form
 std::string describe_seconds(double seconds);                   // 61 s, 0.25 s
 
+// What every message of an engine starts with: "[horovod 3/8] ".
+std::string message_prefix(int32_t rank, int32_t size);
+
 // "rank 1 (host, pid 123)"; `names` by rank.
 std::string describe_rank(int32_t rank, std::span<const std::string> names);
 

@@ -10,6 +10,8 @@
 #include <array>
 #include <cstring>
 
+#include "describe.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -158,9 +160,8 @@ const std::vector<int32_t>& Engine::members_locked(uint32_t set, OpKind kind) co
 
 void Engine::throw_prefixed(const Call& call, const Status& status) const {
   throw Error(status.kind,
-              "[horovod " + std::to_string(rank_) + "/" + std::to_string(size_) + "] " +
-                  std::string(info(call.kind).name) + " \"" + call.request.name +
-                  "\": " + status.text,
+              message_prefix(rank_, size_) + describe_call(call.kind, call.request.name) + ": " +
+                  status.text,
               status.rank);
 }
 
@@ -323,7 +324,7 @@ void Engine::deliver() {
 bool Engine::quiet() {
   asleep_.store(true, std::memory_order_seq_cst);
   progress_.transport().sleep(true);
-  if (queued_.load(std::memory_order_seq_cst) == 0 && progress_.transport().idle() &&
+  if (queued_.load(std::memory_order_seq_cst) == 0 && progress_.idle() &&
       Clock::now() < progress_.next_deadline()) {
     return true;
   }

@@ -7,6 +7,8 @@
 #include <numeric>
 #include <utility>
 
+#include "describe.h"
+
 namespace horovod {
 namespace {
 
@@ -140,7 +142,7 @@ bool Progress::pass(TimePoint now) {
     if (status.kind == ErrorKind::InvalidArgument) status.kind = ErrorKind::PeerLost;
     if (status.rank < 0) {
       status.rank = rank_;
-      status.text = "rank " + std::to_string(rank_) + " (" + names_[rank_] + "): " + status.text;
+      status.text = describe_rank(rank_, names_) + ": " + status.text;
     }
     fail(std::move(status));
   }
@@ -172,7 +174,7 @@ bool Progress::read_control(TimePoint now) {
 void Progress::handle(int32_t from, Frame&& frame, TimePoint now) {
   const auto refuse = [&](const char* what) {
     throw Error(ErrorKind::InvalidArgument,
-                "rank " + std::to_string(from) + " (" + names_[from] + ") sent " + what, from);
+                describe_rank(from, names_) + " sent " + what, from);
   };
   std::visit(
       [&](auto&& message) {
@@ -183,7 +185,7 @@ void Progress::handle(int32_t from, Frame&& frame, TimePoint now) {
           // Nothing can be agreed without the coordinator. Whoever needs nothing more never notices.
           if (from == kCoordinator && !leaving_) {
             fail({ErrorKind::Shutdown,
-                  "rank 0 (" + names_[0] + ") has shut down: its script ended or called shutdown()",
+                  describe_rank(0, names_) + " has shut down: its script ended or called shutdown()",
                   0});
           }
         } else if constexpr (std::is_constructible_v<Decision, M>) {
@@ -276,8 +278,7 @@ CallPtr Progress::take_pending(uint32_t set, std::string_view name) {
 void Progress::finish_control(const Entry& entry, const CallPtr& call) {
   if (!entry.status.ok()) {
     Status status = entry.status;
-    status.text = "[horovod " + std::to_string(rank_) + "/" + std::to_string(size()) + "] " +
-                  status.text;
+    status.text = message_prefix(rank_, size()) + status.text;
     return complete(call, std::move(status));
   }
   call->value = entry.value;
@@ -366,7 +367,7 @@ void Progress::look_for_life(TimePoint now) {
     } else if (now - peer.alive > heartbeat_) {
       const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(now - peer.alive);
       return fail({ErrorKind::PeerLost,
-                   "rank " + std::to_string(y) + " (" + names_[y] + ") gave no sign of life for " +
+                   describe_rank(y, names_) + " gave no sign of life for " +
                        std::to_string(seconds.count()) + " s: it is stopped or its host is gone",
                    y});
     }
@@ -381,7 +382,7 @@ void Progress::check_closed_peers() {
     if (!peer.closed || peer.gone) continue;
     if (!transport_->read_control(y).empty()) continue;  // it spoke after this pass read it: next pass
     fail({ErrorKind::PeerLost,
-          "rank " + std::to_string(y) + " (" + names_[y] + ") died without a word", y});
+describe_rank(y, names_) + " died without a word", y});
     return;
   }
 }
@@ -431,14 +432,12 @@ void Progress::fail(Status status, bool tell) {
 }
 
 void Progress::complete(const CallPtr& call, Status status) {
-  if (failure_ && !status.ok()) status.text = describe(*call) + status.text;
+  if (failure_ && !status.ok()) {
+    status.text = message_prefix(rank_, size()) +
+                  describe_call(call->request.kind, call->request.name) + ": " + status.text;
+  }
   call->status = std::move(status);
   completed_.push_back(call);
-}
-
-std::string Progress::describe(const Call& call) const {
-  return "[horovod " + std::to_string(rank_) + "/" + std::to_string(size()) + "] " +
-         std::string(info(call.request.kind).name) + " \"" + call.request.name + "\": ";
 }
 
 Coordinator::Counters Progress::coordinator_counters() const {

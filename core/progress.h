@@ -71,6 +71,8 @@ class Progress {
   bool pass(TimePoint now);
   // When pass() has to run again even if nothing arrives; TimePoint::max() if never.
   TimePoint next_deadline() const;
+  // Whether pass() would find nothing; asked after transport().sleep(true).
+  bool idle() { return failure_ || transport_->idle(); }
 
   // Ends the epoch on this rank: fails every call and, unless they know, tells all peers why.
   void fail(Status status, bool tell = true);
@@ -122,7 +124,6 @@ class Progress {
   void look_for_life(TimePoint now);
   void check_closed_peers();
   void complete(const CallPtr& call, Status status);
-  std::string describe(const Call& call) const;
 
   const int32_t rank_;
   const std::vector<std::string> names_;
