@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import fcntl
 import itertools
@@ -18,9 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from horovod.common import proof, sockets, wiring
+from horovod.common import config, proof, sockets, wiring
 from horovod.common.exceptions import HorovodInternalError, PeerLostError, ResourceError
-from horovod.common.store import StoreClient
+from horovod.common.store import StoreClient, StoreServer, make_job
 
 SEGMENT_BYTES = 1 << 16
 PLAN = {"fusion_threshold_bytes": 12345}
@@ -546,3 +547,23 @@ def test_a_world_of_one_has_no_wires(settings):
     assert lists(wires) == [[-1]] * 4
     assert (wires.hosts, wires.generation, wires.plan) == ([0], 0, PLAN)
     wires.close()
+
+
+def test_a_job_directory_deeper_than_a_socket_address_works(tmp_path):
+    deep = tmp_path / ("d" * 90) / ("e" * 90)
+    deep.mkdir(parents=True)
+    job = make_job(deep)
+    with StoreServer(job.directory, job.key, job.job_id):
+
+        def one(rank):
+            settings = dataclasses.replace(config.from_environ({}), rank=rank, size=2)
+            client = StoreClient(job.address, job.key, job.job_id, rank)
+            wires = wiring.connect(settings, PLAN, SEGMENT_BYTES, client)
+            client.close()
+            wires.close()
+            return wires.generation
+
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(one, range(2))) == [1, 1]
+    assert os.listdir(job.directory) == ["job.key"]
+    job.remove()
