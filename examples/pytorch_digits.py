@@ -64,9 +64,9 @@ def evaluate(net: nn.Module, loader: DataLoader) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--batch-size", type=int, default=32, help="images per step and process")
-    parser.add_argument("--lr", type=float, default=0.02, help="for one process")
+    parser.add_argument("--lr", type=float, default=0.05, help="for one process")
     parser.add_argument("--warmup-epochs", type=float, default=2.0)
     parser.add_argument("--fp16-allreduce", action="store_true", help="send gradients as float16")
     parser.add_argument("--seed", type=int, default=1)
