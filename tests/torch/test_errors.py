@@ -1,0 +1,222 @@
+"""Wrong calls: a typed error where they are made and on every rank that waits; then all goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import horovod.torch as hvd
+from horovod.common.exceptions import MismatchError
+
+LIMIT_S = 5.0
+
+
+@contextmanager
+def soon() -> Iterator[None]:
+    started = time.monotonic()
+    yield
+    assert time.monotonic() - started < LIMIT_S
+
+
+def usable(name: str) -> None:
+    """The next correct calls work, also under the name that failed."""
+    for each in (name, f"after {name}"):
+        result = hvd.allreduce(torch.ones(3), name=each, op=hvd.Sum)
+        assert torch.equal(result, torch.full((3,), float(hvd.size())))
+
+
+@pytest.mark.np(3)
+def test_a_shape_that_differs_names_ranks_and_shapes() -> None:
+    for warm in range(3):  # from a cold cache and from a warm one
+        for _ in range(warm):
+            hvd.allreduce(torch.ones(17, 3), name="shape")
+        mine = torch.ones(17, 4 if hvd.rank() == 2 else 3)
+        with soon(), pytest.raises(MismatchError) as caught:
+            hvd.allreduce(mine, name="shape")
+        text = str(caught.value)
+        for part in ("allreduce.shape", "[17, 3]", "[17, 4]", "rank 2"):
+            assert part in text, text
+        assert caught.value.op == "allreduce.shape"
+        assert "[17, 4]" in str(caught.value.submitted)
+        usable("shape")
+
+
+def disagreements() -> list[tuple[Callable[[int], object], tuple[str, ...]]]:
+    """Calls that differ on rank 1, and the values that the error must show."""
+    ones = torch.ones(4, 2)
+    return [
+        (
+            lambda r: hvd.allreduce(ones.double() if r == 1 else ones, name="x"),
+            ("float32", "float64"),
+        ),
+        (
+            lambda r: hvd.allreduce(ones, name="x", op=hvd.Max if r == 1 else hvd.Sum),
+            ("Max", "Sum"),
+        ),
+        (lambda r: hvd.allreduce(ones, name="x", prescale_factor=1.0 + r % 2), ("1", "2")),
+        (lambda r: hvd.allreduce(ones, name="x", postscale_factor=1.0 + r % 2), ("1", "2")),
+        (lambda r: hvd.broadcast(ones, r % 2, name="x"), ("0", "1")),
+        (lambda r: hvd.broadcast(ones[: 4 - r % 2], 0, name="x"), ("[4, 2]", "[3, 2]")),
+        (lambda r: hvd.allgather(ones if r == 1 else ones[:, :1], name="x"), ("2", "1")),
+        (lambda r: hvd.allgather(ones.int() if r == 1 else ones, name="x"), ("int32", "float32")),
+        (lambda r: hvd.alltoall(ones.flatten() if r == 1 else ones, [1] * 2, name="x"), ()),
+        (lambda r: hvd.reducescatter(ones if r == 1 else ones[:2], name="x"), ("[4, 2]", "[2, 2]")),
+        (
+            lambda r: hvd.grouped_allreduce([ones, ones] if r == 1 else [ones], name="x"),
+            ("2", "1"),
+        ),
+    ]
+
+
+@pytest.mark.np(2)
+def test_every_disagreement_is_a_mismatch_on_every_rank() -> None:
+    for call, parts in disagreements():
+        with soon(), pytest.raises(MismatchError) as caught:
+            call(hvd.rank())
+        for part in parts:
+            assert part in str(caught.value)
+        usable("x")
+
+
+def refusals() -> list[tuple[type[Exception], Callable[[str], object]]]:
+    """Calls that are wrong by themselves, whatever the others do."""
+    ones = torch.ones(4, 2)
+    with FakeTensorMode():
+        fake = torch.ones(4, 2)
+    quantized = torch.quantize_per_tensor(ones, 1.0, 0, torch.qint8)
+    int64 = torch.tensor([2, 2])
+    return [
+        *[
+            (ValueError, lambda name, bad=bad: hvd.allreduce_(bad, name=name))
+            for bad in (
+                ones.to("meta"),
+                ones.to_sparse(),
+                quantized,
+                fake,
+                ones.to(torch.float8_e5m2),
+                torch.ones(1, 2).expand(4, 2),
+            )
+        ],
+        (TypeError, lambda name: hvd.allreduce([1.0], name=name)),
+        (ValueError, lambda name: hvd.allreduce(ones.bool(), name=name, op=hvd.Average)),
+        (ValueError, lambda name: hvd.allreduce(ones.cfloat(), name=name, op=hvd.Max)),
+        (ValueError, lambda name: hvd.allreduce(ones, name=name, op=hvd.Adasum)),
+        (TypeError, lambda name: hvd.allreduce(ones, name=name, prescale_factor=None)),
+        (TypeError, lambda name: hvd.broadcast(ones, None, name=name)),
+        (ValueError, lambda name: hvd.broadcast(ones, 2, name=name)),
+        (ValueError, lambda name: hvd.broadcast(ones, -1, name=name)),
+        (ValueError, lambda name: hvd.allgather(torch.tensor(1.0), name=name)),
+        (ValueError, lambda name: hvd.reducescatter(torch.tensor(1.0), name=name)),
+        (ValueError, lambda name: hvd.grouped_reducescatter([torch.tensor(1.0)], name=name)),
+        (hvd.HorovodInternalError, lambda name: hvd.reducescatter(ones, name=name, op=hvd.Min)),
+        *[
+            (ValueError, lambda name, splits=splits: hvd.alltoall(ones, splits, name=name))
+            for splits in ([1, 1, 1], [1], [5, 0], [-1, 2], ["a", 1], int64, int64.int()[:, None])
+        ],
+        (ValueError, lambda name: hvd.alltoall(torch.ones(3), name=name)),
+    ]
+
+
+MATCHING: dict[str, Callable[[str], object]] = {
+    "allreduce": lambda name: hvd.allreduce(torch.ones(4, 2), name=name),
+    "broadcast": lambda name: hvd.broadcast(torch.ones(4, 2), 0, name=name),
+    "allgather": lambda name: hvd.allgather(torch.ones(4, 2), name=name),
+    "alltoall": lambda name: hvd.alltoall(torch.ones(4, 2), [2, 2], name=name),
+    "reducescatter": lambda name: hvd.reducescatter(torch.ones(4, 2), name=name),
+    "grouped_reducescatter": lambda name: hvd.grouped_reducescatter([torch.ones(4)], name=name),
+}
+
+
+def called_by(call: Callable[[str], object]) -> str:
+    """Which operation a lambda of `refusals` calls."""
+    names = [name.rstrip("_") for name in call.__code__.co_names]
+    return next(name for name in names if name in MATCHING)
+
+
+@pytest.mark.np(2)
+def test_a_call_that_is_wrong_on_one_rank_fails_on_all() -> None:
+    for order in ("first", "last"):  # the wrong call comes before or after the others'
+        for i, (kind, wrong) in enumerate(refusals()):
+            name = f"{called_by(wrong)}.{i}.{order}"
+            if hvd.rank() == 1:
+                if order == "last":
+                    time.sleep(0.02)
+                with pytest.raises(kind) as caught:
+                    wrong(name)
+                assert name in str(caught.value)
+            else:
+                if order == "first":
+                    time.sleep(0.02)
+                with soon(), pytest.raises(MismatchError, match="rank 1"):
+                    MATCHING[name.partition(".")[0]](name)
+            usable(name)
+
+
+@pytest.mark.np(2)
+def test_refusals_on_all_ranks_leave_the_name_free() -> None:
+    for i, (kind, wrong) in enumerate(refusals()):
+        with soon(), pytest.raises(kind):
+            wrong(f"everywhere.{i}")
+    usable("everywhere.0")
+
+
+@pytest.mark.np(2)
+def test_a_name_in_flight_is_refused_only_where_it_was_used_twice() -> None:
+    for both in (True, False):
+        first = hvd.allreduce_async(torch.ones(3), name="twice", op=hvd.Sum)
+        if both or hvd.rank() == 0:
+            with pytest.raises(ValueError, match="in flight"):
+                hvd.allreduce_async(torch.ones(3), name="twice", op=hvd.Sum)
+        with soon():
+            assert torch.equal(hvd.synchronize(first), torch.full((3,), 2.0))
+        usable("twice")
+    for call in (
+        lambda: hvd.allgather_async(torch.ones(2), name="twice"),
+        lambda: hvd.broadcast_async(torch.ones(2), 0, name="twice"),
+        lambda: hvd.reducescatter_async(torch.ones(2), name="twice"),
+        lambda: hvd.alltoall_async(torch.ones(2), name="twice"),
+    ):
+        handle = call()
+        with pytest.raises(ValueError, match="in flight"):
+            call()
+        hvd.synchronize(handle)
+
+
+@pytest.mark.np(2)
+def test_a_joined_rank_makes_other_collectives_fail() -> None:
+    if hvd.rank() == 0:
+        for call in (
+            lambda: hvd.allgather(torch.ones(2), name="joined"),
+            lambda: hvd.broadcast(torch.ones(2), 0, name="joined"),
+            lambda: hvd.alltoall(torch.ones(2), name="joined"),
+            lambda: hvd.reducescatter(torch.ones(2), name="joined"),
+        ):
+            with soon(), pytest.raises(hvd.HorovodInternalError, match="join"):
+                call()
+    assert hvd.join() == 0
+    usable("joined")
+
+
+@pytest.mark.np(1)
+def test_before_init_and_after_shutdown() -> None:
+    hvd.shutdown()
+    try:
+        for call in (
+            lambda: hvd.allreduce(torch.ones(1)),
+            lambda: hvd.barrier(),
+            hvd.join,
+            lambda: hvd.broadcast_object(1),
+        ):
+            with pytest.raises(hvd.HorovodInternalError, match="init"):
+                call()
+        with pytest.raises(ValueError, match="init"):
+            hvd.rank()
+        assert hvd.synchronize(12345) is None
+    finally:
+        hvd.init()
+    assert hvd.allreduce(torch.ones(1)).item() == 1.0
