@@ -27,7 +27,8 @@ class Builder {
     return add({.kind = StepKind::Send, .in = in, .bytes = bytes, .peers = others_});
   }
   int32_t send(int32_t to, uint64_t in, uint64_t bytes) {
-    return add({.kind = StepKind::Send, .in = in, .bytes = bytes, .first_peer = at(to), .peers = 1});
+    return add(
+        {.kind = StepKind::Send, .in = in, .bytes = bytes, .first_peer = at(to), .peers = 1});
   }
   void store(int32_t from, uint64_t out, uint64_t bytes) {
     add({.kind = StepKind::Store, .out = out, .bytes = bytes, .first_peer = at(from), .peers = 1});
@@ -96,8 +97,8 @@ Piece chunk_of(uint64_t bytes, int32_t r, int32_t size) {
 
 }  // namespace
 
-// Everyone sends everything to everyone and folds all of it. One latency, (n-1) x bytes read by each
-// rank: for payloads so small that a second exchange costs more than the extra arithmetic.
+// Everyone sends everything to everyone and folds all of it. One latency, (n-1) x bytes read by
+// each rank: for payloads so small that a second exchange costs more than the extra arithmetic.
 Schedule allreduce_direct(const Place& place, uint64_t bytes) {
   Builder b(place);
   for (uint64_t s = 0; s < segments_of(bytes, place.segment_bytes); ++s) {
@@ -108,11 +109,11 @@ Schedule allreduce_direct(const Place& place, uint64_t bytes) {
   return b.take();
 }
 
-// Reduce-scatter, then allgather, segment by segment. Of each segment rank r owns one chunk: it gets
-// that chunk from all, folds it and forwards the result. Each rank writes and reads
-// 2 (n-1)/n x bytes, the least that an allreduce can do (Patarasuk and Yuan,
-// doi:10.1016/j.jpdc.2008.09.002), in two latencies a segment; the chunks of segment s+1 are on their way while
-// those of segment s are folded, and those of s+1 are folded before the results of s are fetched.
+// Reduce-scatter, then allgather, segment by segment. Of each segment rank r owns one chunk: it
+// gets that chunk from all, folds it and forwards the result. Each rank writes and reads 2 (n-1)/n
+// x bytes, the least that an allreduce can do (Patarasuk and Yuan, doi:10.1016/j.jpdc.2008.09.002),
+// in two latencies a segment; the chunks of segment s+1 are on their way while those of segment s
+// are folded, and those of s+1 are folded before the results of s are fetched.
 Schedule allreduce_chunked(const Place& place, uint64_t bytes) {
   Builder b(place);
   const uint64_t segments = segments_of(bytes, place.segment_bytes);
@@ -146,9 +147,10 @@ Schedule allreduce_chunked(const Place& place, uint64_t bytes) {
   return b.take();
 }
 
-// Pairwise: every rank sends each owner its chunk and folds its own. (n-1)/n x bytes each way. A fold waits for all ranks
-// and a rank writes to one after the other, so the pieces for all owners together must fit where one segment fits: else
-// everyone would wait for room that only everyone's folds can free.
+// Pairwise: every rank sends each owner its chunk and folds its own. (n-1)/n x bytes each way. A
+// fold waits for all ranks and a rank writes to one after the other, so the pieces for all owners
+// together must fit where one segment fits: else everyone would wait for room that only everyone's
+// folds can free.
 Schedule reducescatter(const Place& place, std::span<const uint64_t> chunks) {
   Builder b(place);
   const auto offsets = offsets_of(chunks);
@@ -202,10 +204,11 @@ Schedule broadcast(const Place& place, int32_t root, uint64_t bytes) {
   return b.take();
 }
 
-// Pairwise exchange with rotating partners: in turn k rank r sends to r+k and receives from r-k, so that no receiver is
-// swamped. At most kRotate partners a block are in flight: their segments are interleaved, the next
-// block follows. (n-1)/n x bytes each way.
-Schedule alltoall(const Place& place, std::span<const uint64_t> to, std::span<const uint64_t> from) {
+// Pairwise exchange with rotating partners: in turn k rank r sends to r+k and receives from r-k, so
+// that no receiver is swamped. At most kRotate partners a block are in flight: their segments are
+// interleaved, the next block follows. (n-1)/n x bytes each way.
+Schedule alltoall(const Place& place, std::span<const uint64_t> to,
+                  std::span<const uint64_t> from) {
   Builder b(place);
   const auto out_offsets = offsets_of(from), in_offsets = offsets_of(to);
   b.copy(in_offsets[place.rank], out_offsets[place.rank], to[place.rank]);

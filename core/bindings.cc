@@ -1,4 +1,5 @@
-// L6: the Python module horovod._core. Must not decide anything: it converts, releases the GIL and translates errors.
+// L6: the Python module horovod._core. Must not decide anything: it converts, releases the GIL and
+// translates errors.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -38,7 +39,8 @@ Duration seconds(double s) {
 template <typename Enum>
 Enum checked_enum(int value, size_t count, const char* what) {
   if (value < 0 || static_cast<size_t>(value) >= count) {
-    throw Error(ErrorKind::InvalidArgument, "no " + std::string(what) + " " + std::to_string(value));
+    throw Error(ErrorKind::InvalidArgument,
+                "no " + std::string(what) + " " + std::to_string(value));
   }
   return static_cast<Enum>(value);
 }
@@ -92,7 +94,7 @@ struct Result {
   int64_t value;
 };
 
-Result to_result(const Call& call) {
+Result to_result(const LocalCall& call) {
   Result r{.kind = static_cast<int>(call.status.kind),
            .text = call.status.text,
            .rank = call.status.rank,
@@ -112,7 +114,8 @@ Result to_result(const Call& call) {
   return r;
 }
 
-// Numbers by key, with what is missing or unknown refused: a typing error must not become a default.
+// Numbers by key, with what is missing or unknown refused: a typing error must not become a
+// default.
 class Dict {
  public:
   Dict(nb::dict dict, const char* what) : dict_(std::move(dict)), what_(what) {}
@@ -131,9 +134,8 @@ class Dict {
   }
   void finish() const {
     if (taken_ != dict_.size()) {
-      throw Error(ErrorKind::InvalidArgument,
-                  std::string(what_) + " has keys nobody knows among " +
-                      nb::str(dict_.attr("keys")()).c_str());
+      throw Error(ErrorKind::InvalidArgument, std::string(what_) + " has keys nobody knows among " +
+                                                  nb::str(dict_.attr("keys")()).c_str());
     }
   }
 
@@ -228,8 +230,8 @@ EngineOptions to_options(int32_t rank, int32_t size, std::vector<std::string> na
 // The engine and what Python must keep alive for it.
 class PyEngine {
  public:
-  PyEngine(int32_t rank, int32_t size, std::vector<std::string> names, nb::dict local, nb::dict plan,
-           nb::dict options)
+  PyEngine(int32_t rank, int32_t size, std::vector<std::string> names, nb::dict local,
+           nb::dict plan, nb::dict options)
       : engine_(std::make_unique<Engine>(to_options(rank, size, std::move(names), std::move(local),
                                                     std::move(plan), std::move(options)))) {}
   ~PyEngine() {
@@ -246,7 +248,7 @@ class PyEngine {
   int64_t submit(int kind, std::string name, uint32_t set, const std::vector<PyTensor>& tensors,
                  int op, double prescale, double postscale, int32_t root,
                  std::optional<std::vector<int64_t>> splits, bool unnamed, nb::object keep) {
-    auto call = std::make_shared<Call>();
+    auto call = std::make_shared<LocalCall>();
     call->kind = kind_of(kind);
     call->op = op_of(op);
     call->root = root;
@@ -267,7 +269,7 @@ class PyEngine {
   }
 
   int64_t change_sets(OpKind kind, std::vector<int32_t> ranks, int32_t uid) {
-    auto call = std::make_shared<Call>();
+    auto call = std::make_shared<LocalCall>();
     call->kind = kind;
     // Matched by call number, like every unnamed call.
     call->request.name = std::string(info(kind).name) + ".noname." + std::to_string(set_calls_++);
@@ -323,7 +325,8 @@ class PyEngine {
 
   std::vector<std::pair<int, std::string>> take_messages() {
     std::vector<std::pair<int, std::string>> out;
-    for (LogLine& line : engine_->take_messages()) out.emplace_back(line.level, std::move(line.text));
+    for (LogLine& line : engine_->take_messages())
+      out.emplace_back(line.level, std::move(line.text));
     return out;
   }
 
@@ -385,7 +388,8 @@ void bind_engine(nb::module_& m) {
            "reduce_op"_a, "prescale"_a, "postscale"_a, "root"_a, "splits"_a.none(), "unnamed"_a,
            "keep"_a.none())
       .def("reject", &PyEngine::reject, "kind"_a, "name"_a, "process_set"_a, "text"_a)
-      .def("poll", [](PyEngine& e, int64_t handle) { return e.engine().poll(handle); }, "handle"_a)
+      .def(
+          "poll", [](PyEngine& e, int64_t handle) { return e.engine().poll(handle); }, "handle"_a)
       .def("wait", &PyEngine::wait, "handle"_a, "timeout_s"_a)
       .def("take", &PyEngine::take, "handle"_a)
       .def(

@@ -53,9 +53,8 @@ std::byte* allocate(Arguments& call, const Tensor& like, Shape shape) {
     throw Error(ErrorKind::Resource, "no memory for an output of " + std::to_string(output.bytes) +
                                          " bytes (" + std::string(info(call.kind).name) + ")");
   }
-  output.data = std::shared_ptr<std::byte>(static_cast<std::byte*>(memory), [](std::byte* p) {
-    ::operator delete(p, alignment);
-  });
+  output.data = std::shared_ptr<std::byte>(static_cast<std::byte*>(memory),
+                                           [](std::byte* p) { ::operator delete(p, alignment); });
   call.outputs.push_back(output);
   return output.data.get();
 }
@@ -242,8 +241,7 @@ void Collective::start_reducescatter() {
     chunks.push_back(padded(chunk));
     in.insert(in.end(), chunk.begin(), chunk.end());
   }
-  start(reducescatter(place(), chunks), std::move(in), std::move(out),
-        fold_of(call, group_));
+  start(reducescatter(place(), chunks), std::move(in), std::move(out), fold_of(call, group_));
 }
 
 // First round of a gather: every rank tells its rows of each tensor.
@@ -255,8 +253,7 @@ void Collective::exchange_gather_sizes() {
   std::vector<View> out;
   for (size_t r = 0; r < n; ++r) out.push_back(view(sizes_, r * tensors, tensors));
   const std::vector<uint64_t> chunks(n, align_up(tensors * sizeof(int64_t)));
-  start(allgather(place(), chunks), {view(own_sizes_, 0, tensors)},
-        std::move(out));
+  start(allgather(place(), chunks), {view(own_sizes_, 0, tensors)}, std::move(out));
   next_ = &Collective::start_allgather;
 }
 

@@ -1,5 +1,6 @@
-// L3: one call of a user and how an agreed entry of calls becomes schedule runs on their tensors: views, sizes that only
-// the data plane knows, outputs. Must not know negotiation, threads or handles.
+// L3: one call of a user and how an agreed entry of calls becomes schedule runs on their tensors:
+// views, sizes that only the data plane knows, outputs. Must not know negotiation, threads or
+// handles.
 #pragma once
 
 #include <cstdint>
@@ -43,14 +44,16 @@ struct Arguments {
   std::vector<int64_t> received_splits;  // alltoall: rows from each member
 };
 
-// Throws Error(InvalidArgument) if this rank's call is wrong by itself. `members` are the global ranks of its process set.
+// Throws Error(InvalidArgument) if this rank's call is wrong by itself. `members` are the global
+// ranks of its process set.
 void check_arguments(const Arguments& call, std::span<const int32_t> members);
 
 // Who runs an entry, and with which pieces.
 struct Group {
-  std::vector<int32_t> members;       // of the process set, ascending
-  std::vector<int32_t> contributors;  // those that take part: the members but the joined ones, ascending
-  int32_t rank = 0;                   // own global rank
+  std::vector<int32_t> members;  // of the process set, ascending
+  std::vector<int32_t>
+      contributors;  // those that take part: the members but the joined ones, ascending
+  int32_t rank = 0;  // own global rank
   uint64_t segment_bytes = 0;
   uint64_t direct_bytes = 0;  // up to this many bytes an allreduce goes direct
 };
@@ -81,7 +84,7 @@ class Collective {
   int32_t place_ = 0;
   Run run_;
   bool finished_ = false;
-  void (Collective::*next_)() = nullptr;  // what follows the run in flight
+  void (Collective::*next_)() = nullptr;    // what follows the run in flight
   std::vector<int64_t> own_sizes_, sizes_;  // of the first round of gathers and alltoall
 };
 

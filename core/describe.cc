@@ -38,7 +38,8 @@ std::string describe_ranks(std::span<const int32_t> ranks) {
     ranges.push_back(std::move(range));
     i = last + 1;
   }
-  return (ranks.size() == 1 ? "rank " : "ranks ") + join_some(ranges, kMostRanges, ", ");
+  std::string out = ranks.size() == 1 ? "rank " : "ranks ";
+  return out += join_some(ranges, kMostRanges, ", ");
 }
 
 std::string describe_number(double value) {

@@ -21,11 +21,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Measured on 2 cores: a barrier of 2 processes takes 0.5 us when a blocked caller yields and 9 us when it
-// sleeps at once; of 4 processes 5.4 and 22 us; spinning with pauses is worst, 100 us.
+// Measured on 2 cores: a barrier of 2 processes takes 0.5 us when a blocked caller yields and 9 us
+// when it sleeps at once; of 4 processes 5.4 and 22 us; spinning with pauses is worst, 100 us.
 constexpr int kYields = 20;
-constexpr auto kSlice = std::chrono::milliseconds(100);     // then a driver hands over
-constexpr uint64_t kUrgentBytes = 256 << 10;                // submitted bytes that wake a sleeping driver
+constexpr auto kSlice = std::chrono::milliseconds(100);  // then a driver hands over
+constexpr uint64_t kUrgentBytes = 256 << 10;  // submitted bytes that wake a sleeping driver
 constexpr auto kLazyWake = std::chrono::microseconds(500);  // or this long after the first of them
 constexpr int kLastLooks = 4;  // passes that a leaving driver does for late arrivals
 
@@ -56,14 +56,14 @@ TimePoint saturating(TimePoint now, Duration timeout) {
   return timeout > Duration::max() / 4 ? TimePoint::max() : now + timeout;
 }
 
-uint64_t payload(const Call& call) {
+uint64_t payload(const LocalCall& call) {
   uint64_t bytes = 0;
   for (const Tensor& t : call.tensors) bytes += count_of(t.shape) * info(t.dtype).size;
   return bytes;
 }
 
 // What the members must agree on, of a call whose kind, set, name and flags are there.
-void complete_request(Call& call) {
+void complete_request(LocalCall& call) {
   Request& r = call.request;
   const OpInfo& op = info(call.kind);
   r.kind = call.kind;
@@ -97,13 +97,11 @@ Engine::Engine(EngineOptions options)
   }
 }
 
-Engine::~Engine() {
-  shutdown("its engine was destroyed", Duration{});
-}
+Engine::~Engine() { shutdown("its engine was destroyed", Duration{}); }
 
 // ---- Calls ------------------------------------------------------------------------------------
 
-int64_t Engine::submit(CallPtr call) {
+int64_t Engine::submit(LocalCallPtr call) {
   if (abandoned()) throw Error(ErrorKind::Shutdown, "this process was forked: it has no engine");
   std::unique_lock lock(mutex_);
   check_alive_locked();
@@ -111,8 +109,9 @@ int64_t Engine::submit(CallPtr call) {
   const auto& members = members_locked(request.set, call->kind);
   auto key = std::pair(request.set, request.name);
   if (names_.contains(key)) {
-    throw_prefixed(*call, {ErrorKind::InvalidArgument,
-                           "the name is in flight: wait for the earlier call, or give another", -1});
+    throw_prefixed(*call,
+                   {ErrorKind::InvalidArgument,
+                    "the name is in flight: wait for the earlier call, or give another", -1});
   }
   try {
     check_arguments(*call, members);
@@ -158,7 +157,7 @@ const std::vector<int32_t>& Engine::members_locked(uint32_t set, OpKind kind) co
   return it->second;
 }
 
-void Engine::throw_prefixed(const Call& call, const Status& status) const {
+void Engine::throw_prefixed(const LocalCall& call, const Status& status) const {
   throw Error(status.kind,
               message_prefix(rank_, size_) + describe_call(call.kind, call.request.name) + ": " +
                   status.text,
@@ -180,7 +179,7 @@ void Engine::push_locked(Event event, uint64_t bytes, bool urgent) {
   }
 }
 
-CallPtr Engine::find(int64_t handle) {
+LocalCallPtr Engine::find(int64_t handle) {
   if (abandoned()) throw Error(ErrorKind::Shutdown, "this process was forked: it has no engine");
   std::lock_guard lock(mutex_);
   const auto it = handles_.find(handle);
@@ -192,8 +191,8 @@ CallPtr Engine::find(int64_t handle) {
 
 bool Engine::poll(int64_t handle) { return find(handle)->done.load(std::memory_order_acquire); }
 
-CallPtr Engine::take(int64_t handle) {
-  CallPtr call = find(handle);
+LocalCallPtr Engine::take(int64_t handle) {
+  LocalCallPtr call = find(handle);
   if (!call->done.load(std::memory_order_acquire)) {
     throw Error(ErrorKind::InvalidArgument,
                 "handle " + std::to_string(handle) + " isn't done: wait for it first");
@@ -219,7 +218,7 @@ void Engine::say_blocked(int64_t handle) {
 }
 
 bool Engine::wait(int64_t handle, Duration timeout) {
-  const CallPtr call = find(handle);
+  const LocalCallPtr call = find(handle);
   const auto done = [&] { return call->done.load(std::memory_order_acquire); };
   if (done()) return true;
   const TimePoint deadline = saturating(Clock::now(), timeout);
@@ -265,7 +264,7 @@ bool Engine::pass() {
 
 void Engine::take_events(TimePoint now) {
   std::vector<Event> events;
-  std::vector<CallPtr> blocked;
+  std::vector<LocalCallPtr> blocked;
   {
     std::lock_guard lock(mutex_);
     events.swap(events_);
@@ -289,21 +288,20 @@ void Engine::take_events(TimePoint now) {
       progress_.leave(now);
     }
   }
-  for (const CallPtr& call : blocked) progress_.blocked(*call, now);
+  for (const LocalCallPtr& call : blocked) progress_.blocked(*call, now);
 }
 
 void Engine::deliver() {
-  std::vector<CallPtr> completed = progress_.take_completed();
+  std::vector<LocalCallPtr> completed = progress_.take_completed();
   std::vector<LogLine> log = progress_.take_log();
   const bool failed = progress_.failure().has_value();
   if (completed.empty() && log.empty() && (!failed || failure_reported_)) return;
   std::lock_guard lock(mutex_);
   counters_ = progress_.counters();
   coordinator_counters_ = progress_.coordinator_counters();
-  for (const CallPtr& call : completed) {
+  for (const LocalCallPtr& call : completed) {
     names_.erase({call->request.set, call->request.name});
-    if (call->status.ok() &&
-        (call->kind == OpKind::AddSet || call->kind == OpKind::RemoveSet)) {
+    if (call->status.ok() && (call->kind == OpKind::AddSet || call->kind == OpKind::RemoveSet)) {
       sets_ = progress_.sets();
     }
     call->done.store(true, std::memory_order_release);
@@ -412,7 +410,8 @@ void Engine::run() {
       driver = std::unique_lock(driver_, std::try_to_lock);
       if (!driver.owns_lock()) {
         engine_waits_ = true;
-        engine_cv_.wait_for(lock, std::chrono::seconds(1), [this] { return !engine_waits_ || closing_; });
+        engine_cv_.wait_for(lock, std::chrono::seconds(1),
+                            [this] { return !engine_waits_ || closing_; });
         engine_waits_ = false;
         continue;
       }
@@ -470,8 +469,9 @@ void Engine::end_epoch(const std::string& reason, TimePoint deadline) {
     why = {ErrorKind::PeerLost, who + " exited: " + reason, rank_};
   } else if (!progress_.failure()) {
     progress_.leave(Clock::now());
-    drive([this] { return progress_.failure() || (progress_.drained() && progress_.others_left()); },
-          deadline);
+    drive(
+        [this] { return progress_.failure() || (progress_.drained() && progress_.others_left()); },
+        deadline);
     if (!progress_.failure() && !progress_.drained()) {
       why = {ErrorKind::PeerLost, who + " shut down in the middle of an operation", rank_};
     }
@@ -485,7 +485,8 @@ void Engine::end_epoch(const std::string& reason, TimePoint deadline) {
       progress_.fail(std::move(why));
     }
   }
-  // A ring of control bytes that stays full belongs to a peer that doesn't read: it will see the end of the connection.
+  // A ring of control bytes that stays full belongs to a peer that doesn't read: it will see the
+  // end of the connection.
   const TimePoint patience = Clock::now() + std::chrono::milliseconds(200);
   while (!progress_.flush() && Clock::now() < patience) ::sched_yield();
   deliver();

@@ -1,10 +1,11 @@
-// L5: an engine: calls and their handles, one driver at a time, sleeping and waking. Must not know Python, how peers
-// were found, or what a pass does.
+// L5: an engine: calls and their handles, one driver at a time, sleeping and waking. Must not know
+// Python, how peers were found, or what a pass does.
 //
-// Whoever waits does the work: a caller blocked in wait() drives the passes itself, so that no other thread has to be
-// woken for its result. When no caller waits the engine thread does, asleep unless something happens. The driver holds
-// driver_; everything in Progress, the transport and the schedules belongs to it. mutex_ guards handles, names and the
-// queue of new calls. A leaving driver hands over to another waiter, else to the engine thread, before it returns.
+// Whoever waits does the work: a caller blocked in wait() drives the passes itself, so that no
+// other thread has to be woken for its result. When no caller waits the engine thread does, asleep
+// unless something happens. The driver holds driver_; everything in Progress, the transport and the
+// schedules belongs to it. mutex_ guards handles, names and the queue of new calls. A leaving
+// driver hands over to another waiter, else to the engine thread, before it returns.
 #pragma once
 
 #include <atomic>
@@ -30,8 +31,8 @@ namespace horovod {
 
 struct EngineOptions {
   ProgressOptions progress;
-  Descriptor doorbell;               // the eventfd that peers ring
-  std::vector<Descriptor> peer_bells;  // kept open for the transport, which borrows them
+  Descriptor doorbell;                      // the eventfd that peers ring
+  std::vector<Descriptor> peer_bells;       // kept open for the transport, which borrows them
   std::vector<Descriptor> sockets, pidfds;  // by rank
 };
 
@@ -43,23 +44,26 @@ class Engine {
   ~Engine();
   Engine(const Engine&) = delete;
 
-  // Any thread, never blocks, never drives. Throws Error(InvalidArgument) if the call is wrong by itself (the others
-  // are told, unless the name is in flight here already or this rank is no member) and Error(Shutdown) and others once the
-  // engine is dead. The memory of the tensors must stay until the handle is done.
-  int64_t submit(std::shared_ptr<Call> call);
+  // Any thread, never blocks, never drives. Throws Error(InvalidArgument) if the call is wrong by
+  // itself (the others are told, unless the name is in flight here already or this rank is no
+  // member) and Error(Shutdown) and others once the engine is dead. The memory of the tensors must
+  // stay until the handle is done.
+  int64_t submit(std::shared_ptr<LocalCall> call);
   // The adapter refused its user's call: members that wait for the name get an error instead.
   void reject(Reject reject);
 
   // Throw Error(InvalidArgument) for an unknown handle.
   bool poll(int64_t handle);
-  bool wait(int64_t handle, Duration timeout);  // whether it is done; drives
-  std::shared_ptr<Call> take(int64_t handle);   // of a done handle, which is forgotten
+  bool wait(int64_t handle, Duration timeout);      // whether it is done; drives
+  std::shared_ptr<LocalCall> take(int64_t handle);  // of a done handle, which is forgotten
 
-  // Without a reason: in good order, after everything that was agreed has run. With one: at once, and every
-  // peer's calls fail with it. Afterwards nothing but take(), poll() and wait() works. Idempotent.
+  // Without a reason: in good order, after everything that was agreed has run. With one: at once,
+  // and every peer's calls fail with it. Afterwards nothing but take(), poll() and wait() works.
+  // Idempotent.
   void shutdown(const std::string& reason, Duration timeout);
 
-  // In a forked child: closes all descriptors and makes every later call fail. Takes no lock, joins nothing.
+  // In a forked child: closes all descriptors and makes every later call fail. Takes no lock, joins
+  // nothing.
   void abandon();
   bool abandoned() const { return abandoned_.load(); }
 
@@ -74,23 +78,23 @@ class Engine {
   struct LeaveCall {};
   struct Submission {
     int64_t handle;
-    CallPtr call;
+    LocalCallPtr call;
   };
   using Event = std::variant<Submission, Reject, LeaveCall>;
 
   // What the engine adds to a call.
   struct Pending {
-    CallPtr call;
+    LocalCallPtr call;
     bool taken = false;   // the driver has it
     bool waited = false;  // a caller waits for it, and the driver knows or will
   };
 
-  CallPtr find(int64_t handle);
+  LocalCallPtr find(int64_t handle);
   void say_blocked(int64_t handle);
   void check_alive_locked();
   const std::vector<int32_t>& members_locked(uint32_t set, OpKind kind) const;
   void push_locked(Event event, uint64_t bytes, bool urgent);
-  [[noreturn]] void throw_prefixed(const Call& call, const Status& status) const;
+  [[noreturn]] void throw_prefixed(const LocalCall& call, const Status& status) const;
 
   // The driver's.
   bool pass();
@@ -126,12 +130,12 @@ class Engine {
 
   std::mutex mutex_;
   std::condition_variable waiters_cv_, engine_cv_;
-  size_t waiters_ = 0;          // callers asleep in wait() that don't drive
-  bool engine_waits_ = false;   // the engine thread waits for the driver to leave
+  size_t waiters_ = 0;         // callers asleep in wait() that don't drive
+  bool engine_waits_ = false;  // the engine thread waits for the driver to leave
   bool timer_armed_ = false;
   uint64_t queued_bytes_ = 0;
   std::vector<Event> events_;
-  std::vector<CallPtr> newly_blocked_;
+  std::vector<LocalCallPtr> newly_blocked_;
   std::unordered_map<int64_t, Pending> handles_;
   std::set<std::pair<uint32_t, std::string>> names_;  // in flight
   std::map<uint32_t, std::vector<int32_t>> sets_;

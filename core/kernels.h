@@ -1,5 +1,5 @@
-// L1: arithmetic and copies on plain memory, one table per instruction set, all equal bit for bit. Must not know
-// ranks, schedules or threads.
+// L1: arithmetic and copies on plain memory, one table per instruction set, all equal bit for bit.
+// Must not know ranks, schedules or threads.
 //
 // Laws: the terms of a fold are combined from left to right, so the caller's order of terms (rank
 // order) is the association. 16-bit floats are widened to fp32 once, combined in fp32 and rounded
@@ -19,9 +19,12 @@ namespace horovod {
 
 // What a fold does to each element:
 //   result = round(post(divide(term[0]' op term[1]' op ...)))   with   term' = pre(term)
-// - Floats: pre multiplies by `prescale`; `postscale / divisor` is one factor (float32 data and 16-bit data: computed in
-//   double, rounded to float once; float64 and complex128: double), applied after the fold and before the one rounding.
-// - Integers: pre is trunc(prescale * x) in double, the sum wraps, division by `divisor` is exact and truncates toward
+// - Floats: pre multiplies by `prescale`; `postscale / divisor` is one factor (float32 data and
+//   16-bit data: computed in
+//   double, rounded to float once; float64 and complex128: double), applied after the fold and
+//   before the one rounding.
+// - Integers: pre is trunc(prescale * x) in double, the sum wraps, division by `divisor` is exact
+//   and truncates toward
 //   zero, post is trunc(postscale * x) in double; out-of-range doubles saturate.
 // - Complex: as the float of its parts. Bool: factors are ignored (refused above).
 struct FoldSpec {
@@ -36,11 +39,11 @@ struct FoldSpec {
 // the terms, else overlaps none. If `slot` is not null the result is also written there, as
 // copy_to_slot would: it is aligned to kAlignment and padded to it (the padding's content is
 // unspecified). `out` and any term may be misaligned.
-using FoldFn = void (*)(const FoldSpec& spec, std::byte* out, std::byte* slot, const std::byte* const* terms,
-                        size_t n_terms, size_t count);
+using FoldFn = void (*)(const FoldSpec& spec, std::byte* out, std::byte* slot,
+                        const std::byte* const* terms, size_t n_terms, size_t count);
 
-// Copies into a transport slot (aligned and padded to kAlignment) with streaming stores above some 2 KiB.
-// The caller issues store_fence() before it publishes.
+// Copies into a transport slot (aligned and padded to kAlignment) with streaming stores above some
+// 2 KiB. The caller issues store_fence() before it publishes.
 using CopyFn = void (*)(std::byte* slot, const std::byte* from, size_t bytes);
 
 struct Kernels {
@@ -49,8 +52,8 @@ struct Kernels {
   CopyFn copy_to_slot;
 };
 
-// The table for `name` ("auto" = the best this processor has). Throws Error(InvalidArgument) for an unknown name and
-// Error(Unavailable) for one that this processor or build lacks.
+// The table for `name` ("auto" = the best this processor has). Throws Error(InvalidArgument) for an
+// unknown name and Error(Unavailable) for one that this processor or build lacks.
 const Kernels& kernels(std::string_view name);
 
 // Makes streaming stores visible before anything stored afterwards.

@@ -1,4 +1,5 @@
-// L3: advances schedules over a transport, on lists of views. Must not know entries, names or agreement.
+// L3: advances schedules over a transport, on lists of views. Must not know entries, names or
+// agreement.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +13,8 @@
 
 namespace horovod {
 
-// The virtual vector of schedule.h: views, each padded to kAlignment. Nothing is packed; a schedule's positions are
-// looked up here.
+// The virtual vector of schedule.h: views, each padded to kAlignment. Nothing is packed; a
+// schedule's positions are looked up here.
 class VirtualVector {
  public:
   VirtualVector() = default;
@@ -21,8 +22,8 @@ class VirtualVector {
 
   uint64_t bytes() const { return starts_.back(); }
 
-  // Calls piece(data, offset, bytes, dtype) for every stretch of user memory in [begin, begin + bytes);
-  // `offset` counts from `begin`.
+  // Calls piece(data, offset, bytes, dtype) for every stretch of user memory in [begin, begin +
+  // bytes); `offset` counts from `begin`.
   template <typename Piece>
   void for_each(uint64_t begin, uint64_t bytes, Piece&& piece) const {
     const uint64_t end = begin + bytes;
@@ -65,8 +66,9 @@ class Mesh {
  public:
   Mesh(Transport& transport, const Kernels& kernels, size_t ranks);
 
-  // A pass advances the runs in flight, oldest first: begin_pass(), then advance() each once. Runs of one pass share the
-  // order of each pair's slots: a step waits while an older run still has one to do on that channel.
+  // A pass advances the runs in flight, oldest first: begin_pass(), then advance() each once. Runs
+  // of one pass share the order of each pair's slots: a step waits while an older run still has one
+  // to do on that channel.
   void begin_pass();
   bool advance(Run& run, bool oldest);  // whether any step was done
   void close() { closed_ = true; }      // the rest of the pass does nothing
@@ -83,8 +85,8 @@ class Mesh {
   const Kernels& kernels_;
   bool closed_ = false;  // an older run has steps that this pass doesn't reach
   std::vector<uint8_t> sends_closed_, receives_closed_;  // by global rank
-  std::vector<int32_t> ranks_;            // scratch of ranks_of
-  std::vector<const std::byte*> slots_, terms_;  // scratch of fold
+  std::vector<int32_t> ranks_;                           // scratch of ranks_of
+  std::vector<const std::byte*> slots_, terms_;          // scratch of fold
 };
 
 }  // namespace horovod

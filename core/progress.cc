@@ -12,7 +12,8 @@
 namespace horovod {
 namespace {
 
-constexpr size_t kInFlight = 2;  // entries that advance at once; the coordinator limits them per set
+constexpr size_t kInFlight =
+    2;  // entries that advance at once; the coordinator limits them per set
 constexpr int32_t kCoordinator = 0;
 
 bool moves_data(const Entry& entry) { return info(entry.kind).moves_data; }
@@ -72,7 +73,7 @@ Progress::Progress(ProgressOptions options)
 
 // ---- From this rank ---------------------------------------------------------------------------
 
-void Progress::submit(CallPtr call, TimePoint now) {
+void Progress::submit(LocalCallPtr call, TimePoint now) {
   if (failure_) return complete(call, *failure_);
   const Request& request = call->request;
   const uint64_t id = request.unnamed ? 0 : cache_.find(request);
@@ -85,7 +86,7 @@ void Progress::submit(CallPtr call, TimePoint now) {
   }
 }
 
-void Progress::blocked(Call& call, TimePoint now) {
+void Progress::blocked(LocalCall& call, TimePoint now) {
   if (failure_) return;
   call.blocked = true;
   const auto& calls = pending_[call.request.set];
@@ -137,7 +138,8 @@ bool Progress::pass(TimePoint now) {
     look_for_life(now);
     check_closed_peers();
   } catch (const Error& error) {
-    // A peer that breaks the protocol, or memory that was refused in the middle of an entry that others run.
+    // A peer that breaks the protocol, or memory that was refused in the middle of an entry that
+    // others run.
     Status status = error.status();
     if (status.kind == ErrorKind::InvalidArgument) status.kind = ErrorKind::PeerLost;
     if (status.rank < 0) {
@@ -173,8 +175,7 @@ bool Progress::read_control(TimePoint now) {
 
 void Progress::handle(int32_t from, Frame&& frame, TimePoint now) {
   const auto refuse = [&](const char* what) {
-    throw Error(ErrorKind::InvalidArgument,
-                describe_rank(from, names_) + " sent " + what, from);
+    throw Error(ErrorKind::InvalidArgument, describe_rank(from, names_) + " sent " + what, from);
   };
   std::visit(
       [&](auto&& message) {
@@ -182,11 +183,13 @@ void Progress::handle(int32_t from, Frame&& frame, TimePoint now) {
         if constexpr (std::is_same_v<M, Goodbye>) {
           if (!message.status.ok()) return fail(std::move(message.status));
           peers_[from].gone = true;
-          // Nothing can be agreed without the coordinator. Whoever needs nothing more never notices.
+          // Nothing can be agreed without the coordinator. Whoever needs nothing more never
+          // notices.
           if (from == kCoordinator && !leaving_) {
-            fail({ErrorKind::Shutdown,
-                  describe_rank(0, names_) + " has shut down: its script ended or called shutdown()",
-                  0});
+            fail(
+                {ErrorKind::Shutdown,
+                 describe_rank(0, names_) + " has shut down: its script ended or called shutdown()",
+                 0});
           }
         } else if constexpr (std::is_constructible_v<Decision, M>) {
           if (from != kCoordinator) refuse("a decision, but it doesn't coordinate");
@@ -238,10 +241,10 @@ void Progress::receive_entry(Entry&& entry) {
     acknowledged_ = true;
     return;
   }
-  std::vector<CallPtr> calls;
+  std::vector<LocalCallPtr> calls;
   for (const EntryItem& item : entry.items) {
     const std::string* name = item.name.empty() ? cache_.name(item.id) : &item.name;
-    CallPtr call = name == nullptr ? nullptr : take_pending(entry.set, *name);
+    LocalCallPtr call = name == nullptr ? nullptr : take_pending(entry.set, *name);
     if (call == nullptr) {
       throw Error(ErrorKind::InvalidArgument,
                   "rank 0 scheduled a call that this rank never made: " +
@@ -256,7 +259,7 @@ void Progress::receive_entry(Entry&& entry) {
     calls.push_back(std::move(call));
   }
   if (!entry.status.ok() || !moves_data(entry)) {
-    for (const CallPtr& call : calls) finish_control(entry, call);
+    for (const LocalCallPtr& call : calls) finish_control(entry, call);
     return;
   }
   ++counters_.entries;
@@ -265,17 +268,17 @@ void Progress::receive_entry(Entry&& entry) {
   running_.push_back({std::move(entry), std::move(calls), nullptr});
 }
 
-CallPtr Progress::take_pending(uint32_t set, std::string_view name) {
+LocalCallPtr Progress::take_pending(uint32_t set, std::string_view name) {
   auto& calls = pending_[set];
   const auto it = calls.find(name);
   if (it == calls.end()) return nullptr;
-  CallPtr call = std::move(it->second);
+  LocalCallPtr call = std::move(it->second);
   calls.erase(it);
   return call;
 }
 
 // Error entries and those that move no data are done when they arrive.
-void Progress::finish_control(const Entry& entry, const CallPtr& call) {
+void Progress::finish_control(const Entry& entry, const LocalCallPtr& call) {
   if (!entry.status.ok()) {
     Status status = entry.status;
     status.text = message_prefix(rank_, size()) + status.text;
@@ -318,7 +321,7 @@ bool Progress::advance_running() {
 void Progress::start(Running& running) {
   const Entry& entry = running.entry;
   std::vector<Arguments*> calls;
-  for (const CallPtr& call : running.calls) calls.push_back(call.get());
+  for (const LocalCallPtr& call : running.calls) calls.push_back(call.get());
   running.collective = std::make_unique<Collective>(
       std::move(calls),
       Group{.members = sets_.at(entry.set),
@@ -329,7 +332,7 @@ void Progress::start(Running& running) {
 }
 
 void Progress::finish(Running& running, TimePoint now) {
-  for (const CallPtr& call : running.calls) complete(call, {});
+  for (const LocalCallPtr& call : running.calls) complete(call, {});
   if (running.entry.contributors.front() == rank_) announce(Done{running.entry.seq}, now);
 }
 
@@ -347,7 +350,8 @@ bool Progress::flush_control() {
   return moved;
 }
 
-// Death is seen by its closed connection; a frozen process keeps that open, but its count of life signs stands still.
+// Death is seen by its closed connection; a frozen process keeps that open, but its count of life
+// signs stands still.
 void Progress::look_for_life(TimePoint now) {
   if (heartbeat_ == Duration{}) return;
   if (now - last_beat_ >= heartbeat_ / 8) {
@@ -355,7 +359,8 @@ void Progress::look_for_life(TimePoint now) {
     last_beat_ = now;
   }
   if (now - last_look_ < heartbeat_ / 8) return;
-  const bool overslept = now - last_look_ > heartbeat_ / 2;  // we were frozen ourselves: look again first
+  const bool overslept =
+      now - last_look_ > heartbeat_ / 2;  // we were frozen ourselves: look again first
   last_look_ = now;
   for (int32_t y = 0; y < size(); ++y) {
     Peer& peer = peers_[y];
@@ -380,9 +385,9 @@ void Progress::check_closed_peers() {
   for (int32_t y = 0; y < size(); ++y) {
     Peer& peer = peers_[y];
     if (!peer.closed || peer.gone) continue;
-    if (!transport_->read_control(y).empty()) continue;  // it spoke after this pass read it: next pass
-    fail({ErrorKind::PeerLost,
-describe_rank(y, names_) + " died without a word", y});
+    if (!transport_->read_control(y).empty())
+      continue;  // it spoke after this pass read it: next pass
+    fail({ErrorKind::PeerLost, describe_rank(y, names_) + " died without a word", y});
     return;
   }
 }
@@ -408,9 +413,8 @@ void Progress::goodbye(const Status& status) {
 
 bool Progress::flush() {
   flush_control();
-  return std::all_of(peers_.begin(), peers_.end(), [](const Peer& p) {
-    return p.out.empty() || p.closed || p.gone;
-  });
+  return std::all_of(peers_.begin(), peers_.end(),
+                     [](const Peer& p) { return p.out.empty() || p.closed || p.gone; });
 }
 
 // ---- Ends -------------------------------------------------------------------------------------
@@ -419,7 +423,7 @@ void Progress::fail(Status status, bool tell) {
   if (failure_) return;
   failure_ = status;
   if (tell) goodbye(status);
-  std::vector<CallPtr> calls;
+  std::vector<LocalCallPtr> calls;
   for (const Running& running : running_) {
     calls.insert(calls.end(), running.calls.begin(), running.calls.end());
   }
@@ -428,10 +432,10 @@ void Progress::fail(Status status, bool tell) {
     for (auto& [name, call] : by_name) calls.push_back(call);
   }
   pending_.clear();
-  for (const CallPtr& call : calls) complete(call, status);
+  for (const LocalCallPtr& call : calls) complete(call, status);
 }
 
-void Progress::complete(const CallPtr& call, Status status) {
+void Progress::complete(const LocalCallPtr& call, Status status) {
   if (failure_ && !status.ok()) {
     status.text = message_prefix(rank_, size()) +
                   describe_call(call->request.kind, call->request.name) + ": " + status.text;

@@ -1,5 +1,6 @@
-// L5: one pass over everything an engine has to do, without ever blocking: new calls, control messages, decisions, the
-// entries in flight. Must not know threads, handles or how anyone waits; whoever drives calls it.
+// L5: one pass over everything an engine has to do, without ever blocking: new calls, control
+// messages, decisions, the entries in flight. Must not know threads, handles or how anyone waits;
+// whoever drives calls it.
 #pragma once
 
 #include <atomic>
@@ -36,8 +37,8 @@ struct Plan {
   uint64_t hash() const;
 };
 
-// One call of a user, from submit to take.
-struct Call : Arguments {
+// This rank's side of a call, from submit to take.
+struct LocalCall : Arguments {
   Request request;
   bool blocked = false;  // a caller waits for it; the engine's until the driver takes the call
 
@@ -45,7 +46,7 @@ struct Call : Arguments {
   int64_t value = 0;  // join: who joined last; process sets: the uid
   std::atomic<bool> done{false};
 };
-using CallPtr = std::shared_ptr<Call>;
+using LocalCallPtr = std::shared_ptr<LocalCall>;
 
 struct ProgressOptions {
   int32_t rank = 0;
@@ -61,8 +62,8 @@ class Progress {
   explicit Progress(ProgressOptions options);
 
   // What happened on this rank since the last pass.
-  void submit(CallPtr call, TimePoint now);
-  void blocked(Call& call, TimePoint now);
+  void submit(LocalCallPtr call, TimePoint now);
+  void blocked(LocalCall& call, TimePoint now);
   void reject(Reject reject, TimePoint now);
   void leave(TimePoint now);
   void peer_closed(int32_t rank);  // its process ended or it closed the connection
@@ -78,13 +79,13 @@ class Progress {
   void fail(Status status, bool tell = true);
   const std::optional<Status>& failure() const { return failure_; }
 
-  bool drained() const;      // after leave(): all that was agreed before it has been run
-  bool others_left() const;  // whom this rank coordinates
+  bool drained() const;                // after leave(): all that was agreed before it has been run
+  bool others_left() const;            // whom this rank coordinates
   void goodbye(const Status& status);  // the last message to every peer
   bool flush();                        // whether all control messages have gone out
 
   // Calls that ended since the last time, in the order in which they ended.
-  std::vector<CallPtr> take_completed() { return std::move(completed_); }
+  std::vector<LocalCallPtr> take_completed() { return std::move(completed_); }
   std::vector<LogLine> take_log() { return std::move(log_); }
   const std::map<uint32_t, std::vector<int32_t>>& sets() const { return sets_; }
   Transport& transport() { return *transport_; }
@@ -100,10 +101,10 @@ class Progress {
     using is_transparent = void;
     size_t operator()(std::string_view s) const { return std::hash<std::string_view>{}(s); }
   };
-  using CallsByName = std::unordered_map<std::string, CallPtr, NameHash, std::equal_to<>>;
+  using CallsByName = std::unordered_map<std::string, LocalCallPtr, NameHash, std::equal_to<>>;
   struct Running {
     Entry entry;
-    std::vector<CallPtr> calls;
+    std::vector<LocalCallPtr> calls;
     std::unique_ptr<Collective> collective;  // once it is its turn
   };
 
@@ -115,15 +116,15 @@ class Progress {
   void receive(Decision&& decision, TimePoint now);
   void receive_entry(Entry&& entry);
   void resend(uint64_t id, TimePoint now);
-  CallPtr take_pending(uint32_t set, std::string_view name);
-  void finish_control(const Entry& entry, const CallPtr& call);
+  LocalCallPtr take_pending(uint32_t set, std::string_view name);
+  void finish_control(const Entry& entry, const LocalCallPtr& call);
   bool advance_running();
   void start(Running& running);
   void finish(Running& running, TimePoint now);
   bool flush_control();
   void look_for_life(TimePoint now);
   void check_closed_peers();
-  void complete(const CallPtr& call, Status status);
+  void complete(const LocalCallPtr& call, Status status);
 
   const int32_t rank_;
   const std::vector<std::string> names_;
@@ -135,10 +136,10 @@ class Progress {
   std::unique_ptr<Coordinator> coordinator_;  // on rank 0
   bool coordinate_ = false;                   // something was received since it last decided
 
-  std::map<uint32_t, std::vector<int32_t>> sets_;      // uid -> members
-  std::map<uint32_t, CallsByName> pending_;            // announced, by set
-  std::deque<Running> running_;                        // agreed, in the global order
-  std::vector<CallPtr> completed_;
+  std::map<uint32_t, std::vector<int32_t>> sets_;  // uid -> members
+  std::map<uint32_t, CallsByName> pending_;        // announced, by set
+  std::deque<Running> running_;                    // agreed, in the global order
+  std::vector<LocalCallPtr> completed_;
   std::vector<LogLine> log_;
 
   struct Peer {

@@ -1,12 +1,14 @@
 // L3: a collective as plain data, for one rank. Must not know sockets, slots, threads or tensors.
 //
-// A schedule speaks of two virtual vectors, this rank's input and its output: the concatenation of views, each padded to
-// kAlignment. Positions are bytes in them. Peers are numbered by their place in the group that runs the schedule.
+// A schedule speaks of two virtual vectors, this rank's input and its output: the concatenation of
+// views, each padded to kAlignment. Positions are bytes in them. Peers are numbered by their place
+// in the group that runs the schedule.
 //
-// The executor may run steps out of order as long as (a) for each peer, this rank's sends keep their order and its
-// receives keep theirs, and (b) a step comes after the step that it names in `after`. So a schedule is right if, for
-// every pair, the sends of one side and the receives of the other match in number, order and size, and if the dependencies
-// leave some step ready at every moment: tests/core checks both by stepping all ranks in a loop.
+// The executor may run steps out of order as long as (a) for each peer, this rank's sends keep
+// their order and its receives keep theirs, and (b) a step comes after the step that it names in
+// `after`. So a schedule is right if, for every pair, the sends of one side and the receives of the
+// other match in number, order and size, and if the dependencies leave some step ready at every
+// moment: tests/core checks both by stepping all ranks in a loop.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +21,9 @@ enum class StepKind : uint8_t {
   Send,   // `bytes` of the input at `in`, to every peer of `peers`
   Store,  // `bytes` from the one peer of `peers` into the output at `out`
   Fold,   // own `bytes` of the input at `in` and one slot from every peer of `peers`, folded in the
-          // order of ranks into the output at `out`; if `forward`, the result is also sent to all of `peers`
-  Copy,   // `bytes` of the input at `in` into the output at `out`
+         // order of ranks into the output at `out`; if `forward`, the result is also sent to all of
+         // `peers`
+  Copy,  // `bytes` of the input at `in` into the output at `out`
 };
 
 struct Step {

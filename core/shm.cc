@@ -2,14 +2,16 @@
 //
 // Segment of rank w, for n ranks:
 //   Header            sleeping, wants_room, beats: one cache line each
-//   Consumed[n]       written by w as a reader: how much of rank y's slots and control bytes w has read
-//   Channel[n]        written by w as a writer, one per reader r: a ring of slot descriptors and a ring of control bytes
-//   slots             outbox_bytes, 4 KiB aligned
-// Every position is 64-bit, grows only, and has one writer and a cache line of its own. To publish is to store a
-// descriptor's sequence number: the reader polls exactly that line, so a slot costs it one cache miss before its data.
+//   Consumed[n]       written by w as a reader: how much of rank y's slots and control bytes w has
+//   read Channel[n]        written by w as a writer, one per reader r: a ring of slot descriptors
+//   and a ring of control bytes slots             outbox_bytes, 4 KiB aligned
+// Every position is 64-bit, grows only, and has one writer and a cache line of its own. To publish
+// is to store a descriptor's sequence number: the reader polls exactly that line, so a slot costs
+// it one cache miss before its data.
 //
-// Sleeping needs no fence of its own: the writer stores its position and then loads `sleeping`, the sleeper stores
-// `sleeping` and then loads all positions, all four sequentially consistent, so one of the two sees the other.
+// Sleeping needs no fence of its own: the writer stores its position and then loads `sleeping`, the
+// sleeper stores `sleeping` and then loads all positions, all four sequentially consistent, so one
+// of the two sees the other.
 
 #include "shm.h"
 
@@ -29,8 +31,8 @@ namespace horovod {
 namespace {
 
 constexpr uint64_t kPage = 4096;
-constexpr uint64_t kDescriptors = 64;          // slots in flight per pair
-constexpr uint64_t kControlBytes = 32 << 10;   // control bytes in flight per pair
+constexpr uint64_t kDescriptors = 64;         // slots in flight per pair
+constexpr uint64_t kControlBytes = 32 << 10;  // control bytes in flight per pair
 
 struct alignas(kAlignment) Word {
   std::atomic<uint64_t> value;
@@ -99,9 +101,7 @@ class Shm final : public Transport {
   }
 
   // A quarter: two entries may each have a slot in flight and one being written.
-  uint64_t max_slot_bytes() const override {
-    return outbox_bytes_ / 4 / kAlignment * kAlignment;
-  }
+  uint64_t max_slot_bytes() const override { return outbox_bytes_ / 4 / kAlignment * kAlignment; }
 
   std::byte* reserve(std::span<const int32_t> to, uint64_t bytes, bool oldest) override {
     reclaim();
@@ -196,9 +196,8 @@ class Shm final : public Transport {
       if (y == rank_) continue;
       const Channel& channel = segments_[y].channel(rank_);
       const uint64_t number = peers_[y].received;
-      if (peers_[y].seen != number + 1 &&
-          channel.descriptors[number % kDescriptors].sequence.load(std::memory_order_seq_cst) ==
-              number + 1) {
+      if (peers_[y].seen != number + 1 && channel.descriptors[number % kDescriptors].sequence.load(
+                                              std::memory_order_seq_cst) == number + 1) {
         peers_[y].seen = number + 1;  // one that no running entry wants yet must not keep us awake
         return false;
       }
@@ -228,7 +227,8 @@ class Shm final : public Transport {
     uint64_t seen = 0;  // 1 + number of the arrived slot that idle() has reported
   };
   struct Slot {
-    uint64_t begin = 0, end = 0;  // positions, growing; their offsets are taken modulo outbox_bytes_
+    uint64_t begin = 0,
+             end = 0;  // positions, growing; their offsets are taken modulo outbox_bytes_
     size_t targets = 0;
   };
   struct Target {
@@ -296,7 +296,8 @@ class Shm final : public Transport {
 
   void ring(int32_t rank) {
     const uint64_t one = 1;
-    // The only failure of an eventfd write is a full counter, and then the reader is awake or about to be.
+    // The only failure of an eventfd write is a full counter, and then the reader is awake or about
+    // to be.
     [[maybe_unused]] const ssize_t n = ::write(doorbells_[rank], &one, sizeof one);
   }
   void ring_if_asleep(int32_t rank) {
@@ -335,7 +336,8 @@ Mapping map(int fd, int flags, uint64_t bytes) {
     throw Error(ErrorKind::Resource, "mapping a segment of " + std::to_string(bytes) +
                                          " bytes failed: " + std::strerror(errno));
   }
-  ::madvise(at, bytes, MADV_DONTFORK);  // advice: a child that is refused it merely keeps the mapping
+  ::madvise(at, bytes,
+            MADV_DONTFORK);  // advice: a child that is refused it merely keeps the mapping
   return Mapping(static_cast<std::byte*>(at), [bytes](std::byte* p) { ::munmap(p, bytes); });
 }
 
@@ -346,7 +348,7 @@ uint64_t segment_bytes(size_t ranks, uint64_t outbox_bytes) {
 }
 
 Mapping map_segment(int fd, uint64_t bytes) {
-  struct stat status {};
+  struct stat status{};
   if (::fstat(fd, &status) != 0 || static_cast<uint64_t>(status.st_size) < bytes) {
     throw Error(ErrorKind::Resource, "a segment's file is smaller than the " +
                                          std::to_string(bytes) + " bytes it has to hold");

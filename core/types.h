@@ -1,5 +1,5 @@
-// L0: data types, operations, errors and views, the words everything above speaks. Must not know any transport, thread
-// or framework.
+// L0: data types, operations, errors and views, the words everything above speaks. Must not know
+// any transport, thread or framework.
 #pragma once
 
 #include <array>
@@ -12,7 +12,7 @@
 
 namespace horovod {
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Data types. The numbers are those of Horovod 0.28's runtime type ids (0-9), extended.
 
 enum class DType : uint8_t {
@@ -57,17 +57,18 @@ inline constexpr std::array<DTypeInfo, 13> kDTypes{{
 
 constexpr const DTypeInfo& info(DType dtype) { return kDTypes[static_cast<size_t>(dtype)]; }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Reductions. The numbers are those that programs see as hvd.Average and so on.
 
 enum class ReduceOp : uint8_t { Average = 0, Sum = 1, Adasum = 2, Min = 3, Max = 4, Product = 5 };
 
-inline constexpr std::array<std::string_view, 6> kReduceOps{
-    "Average", "Sum", "Adasum", "Min", "Max", "Product"};
+inline constexpr std::array<std::string_view, 6> kReduceOps{"Average", "Sum", "Adasum",
+                                                            "Min",     "Max", "Product"};
 
 constexpr std::string_view name_of(ReduceOp op) { return kReduceOps[static_cast<size_t>(op)]; }
 
-// Whether `op` has a meaning for `dtype`. Sum and Product of bool are "or" and "and"; complex numbers have no order.
+// Whether `op` has a meaning for `dtype`. Sum and Product of bool are "or" and "and"; complex
+// numbers have no order.
 constexpr bool reduces(ReduceOp op, DType dtype) {
   switch (info(dtype).kind) {
     case DTypeClass::Integer:
@@ -81,7 +82,7 @@ constexpr bool reduces(ReduceOp op, DType dtype) {
   return false;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Operations.
 
 enum class OpKind : uint8_t {
@@ -99,12 +100,13 @@ enum class OpKind : uint8_t {
 
 struct OpInfo {
   std::string_view name;
-  bool fuses;        // several calls may travel in one entry
-  bool reduces;      // reduce op and scale factors are part of the agreement
-  bool rooted;       // a root rank is part of the agreement
-  bool own_rows;     // dim 0 is each rank's own business and not part of the agreement; a 0-d tensor has none
-  bool needs_rows;   // a 0-d tensor is refused
-  bool joinable;     // ranks that joined are left out instead of making it an error
+  bool fuses;       // several calls may travel in one entry
+  bool reduces;     // reduce op and scale factors are part of the agreement
+  bool rooted;      // a root rank is part of the agreement
+  bool own_rows;    // dim 0 is each rank's own business and not part of the agreement; a 0-d tensor
+                    // has none
+  bool needs_rows;  // a 0-d tensor is refused
+  bool joinable;    // ranks that joined are left out instead of making it an error
   bool moves_data;
 };
 
@@ -123,9 +125,9 @@ inline constexpr std::array<OpInfo, 10> kOps{{
 
 constexpr const OpInfo& info(OpKind kind) { return kOps[static_cast<size_t>(kind)]; }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Errors. Library code throws Error on the thread that made a wrong call; everything that concerns other ranks travels
-// as a Status inside entries and results.
+// -------------------------------------------------------------------------------------------------
+// Errors. Library code throws Error on the thread that made a wrong call; everything that concerns
+// other ranks travels as a Status inside entries and results.
 
 enum class ErrorKind : uint8_t {
   None = 0,
@@ -158,14 +160,16 @@ class Error : public std::runtime_error {
   Status status_;
 };
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Memory.
 
-// Every view starts on a boundary of this many bytes in the virtual vector that a schedule speaks of and in transport
-// slots: no cache line mixes two views, and no element is ever split.
+// Every view starts on a boundary of this many bytes in the virtual vector that a schedule speaks
+// of and in transport slots: no cache line mixes two views, and no element is ever split.
 inline constexpr uint64_t kAlignment = 64;
 
-constexpr uint64_t align_up(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+constexpr uint64_t align_up(uint64_t bytes) {
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
 
 // A row-major stretch of one tensor in user memory.
 struct View {

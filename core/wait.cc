@@ -41,7 +41,8 @@ int timeout_ms(std::chrono::nanoseconds timeout) {
 
 void drain(int fd) {  // eventfds and timerfds are read as one number
   uint64_t count;
-  [[maybe_unused]] const ssize_t n = ::read(fd, &count, sizeof count);  // EAGAIN: another thread was first
+  [[maybe_unused]] const ssize_t n =
+      ::read(fd, &count, sizeof count);  // EAGAIN: another thread was first
 }
 
 }  // namespace
@@ -62,7 +63,8 @@ Descriptor make_event() {
 
 void signal_event(int fd) {
   const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t n = ::write(fd, &one, sizeof one);  // fails only if it is set already
+  [[maybe_unused]] const ssize_t n =
+      ::write(fd, &one, sizeof one);  // fails only if it is set already
 }
 
 void clear_event(int fd) { drain(fd); }

@@ -1,5 +1,5 @@
-// L1: what an engine sleeps on: doorbell, timer, connections and processes of peers, behind one epoll. Must not know
-// what any of them means, nor who drives.
+// L1: what an engine sleeps on: doorbell, timer, connections and processes of peers, behind one
+// epoll. Must not know what any of them means, nor who drives.
 #pragma once
 
 #include <chrono>
@@ -35,14 +35,15 @@ class Descriptor {
   int fd_ = -1;
 };
 
-// All of these throw Error(Resource) naming what was refused, and make descriptors that are closed on exec.
+// All of these throw Error(Resource) naming what was refused, and make descriptors that are closed
+// on exec.
 Descriptor duplicate(int fd);
 Descriptor make_event();  // an eventfd
 void signal_event(int fd);
 void clear_event(int fd);
 
-// Two sleepers share the sources: the driver and, when nobody drives, the engine thread. While a driver sleeps it
-// mutes the other, so that an event wakes one thread and the right one.
+// Two sleepers share the sources: the driver and, when nobody drives, the engine thread. While a
+// driver sleeps it mutes the other, so that an event wakes one thread and the right one.
 class Waiter {
  public:
   // `doorbell` is borrowed; sockets and pidfds by rank, -1 where there is none, are taken over.
@@ -51,11 +52,12 @@ class Waiter {
   // What woke a sleeper: the ranks whose connection or process has ended, once each.
   using Ended = std::vector<int32_t>;
 
-  // The driver's sleep. Returns at `timeout` at the latest (rounded up to 1 ms; negative: never) with what has
-  // ended; consumes rings and the timer.
+  // The driver's sleep. Returns at `timeout` at the latest (rounded up to 1 ms; negative: never)
+  // with what has ended; consumes rings and the timer.
   void sleep(std::chrono::nanoseconds timeout, Ended& ended);
 
-  // The engine thread's sleep: until there is something for a driver to collect with sleep(0), or a kick.
+  // The engine thread's sleep: until there is something for a driver to collect with sleep(0), or a
+  // kick.
   void sleep_idle(std::chrono::nanoseconds timeout);
   void kick();
 
