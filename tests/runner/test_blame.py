@@ -65,7 +65,15 @@ def test_a_cause_that_never_ended_by_itself() -> None:
 def test_a_circle_ends() -> None:
     cause = first_cause([Exit(0, 1, 5), Exit(1, 1, 6)], {0: lost(1, 3), 1: lost(0, 2)})
     assert cause is not None
-    assert cause.rank == 1
+    assert cause.rank == 0
+
+
+def test_a_rank_that_leaves_may_see_the_others_go_first() -> None:
+    exits = [Exit(0, 1, 5), Exit(1, 3, 6), Exit(2, 1, 7)]
+    faults = {0: lost(1, 4.0), 1: lost(0, 4.1), 2: lost(0, 4.2)}
+    cause = first_cause(exits, faults)
+    assert cause is not None
+    assert (cause.rank, cause.code) == (1, 3)
 
 
 def test_all_ended_by_the_launcher() -> None:

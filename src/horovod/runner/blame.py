@@ -110,7 +110,11 @@ def first_cause(exits: Sequence[Exit], faults: Mapping[int, Fault]) -> Cause | N
 
 
 def _root(rank: int, faults: Mapping[int, Fault], moment: Callable[[int], float]) -> int:
-    """The end of the chain of losses from ``rank``; in a circle, the earliest of the circle."""
+    """The end of the chain of losses from ``rank``.
+
+    In a circle, whoever reported first had lost somebody who had not lost anybody yet: a rank that
+    leaves sees the others fail because of it while it is still there, and reports that.
+    """
     path: list[int] = []
     while rank not in path:
         path.append(rank)
@@ -119,7 +123,9 @@ def _root(rank: int, faults: Mapping[int, Fault], moment: Callable[[int], float]
             return rank
         rank = fault.lost
     circle = path[path.index(rank) :]
-    return min(circle, key=lambda r: (moment(r), r))
+    first = min(circle, key=lambda r: (moment(r), r))
+    lost = faults[first].lost
+    return first if lost is None else lost
 
 
 def _verdict(rank: int, end: Exit | None, fault: Fault | None, first: Exit) -> Cause:

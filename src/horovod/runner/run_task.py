@@ -53,12 +53,23 @@ def call(store: StoreClient) -> bytes:
 
 
 def report(store: StoreClient, rank: int, error: BaseException) -> None:
-    """Says in the store why this rank fails, before others can fail because of it."""
-    lost = error.rank if isinstance(error, HorovodInternalError) else None
-    text = traceback.format_exception_only(type(error), error)[-1].strip()
-    fault = {"lost": lost, "exception": text, "text": str(error), "time": time.monotonic()}
-    store.set(f"fault/{rank}", json.dumps(fault).encode())
+    """Says in the store why this rank fails, before others can fail because of it.
+
+    What comes of a failed collective is left to the engine's own report, which knows the cause.
+    """
+    if not _from_collective(error):
+        text = traceback.format_exception_only(type(error), error)[-1].strip()
+        fault = {"lost": None, "exception": text, "text": text, "time": time.monotonic()}
+        store.set(f"fault/{rank}", json.dumps(fault).encode())
     store.set(f"trace/{rank}", traceback.format_exc().encode("utf-8", "replace"))
+
+
+def _from_collective(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, HorovodInternalError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def main() -> None:

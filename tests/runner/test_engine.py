@@ -1,0 +1,125 @@
+"""The launcher with workers that use the engine: the first cause is named, whoever ends first."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+import horovod
+
+# Without a framework, whose import takes seconds: one allreduce through the engine itself.
+WORKER = """
+import array, os, signal, sys, time
+from horovod.common import basics
+
+def allreduce(name):
+    data = array.array("d", [1.0])
+    address, engine = data.buffer_info()[0], basics.engine()
+    handle = None
+    try:
+        handle = engine.submit(0, "allreduce." + name, 0, [(address, address, 8, (1,))],
+                               1, 1.0, 1.0, -1, None, False, data)
+    except basics.Failure as failure:
+        raise basics.exception(*failure.args, name) from None
+    while not engine.wait(handle, 0.1):
+        pass
+    result = engine.take(handle)
+    if result.kind:
+        raise basics.exception(result.kind, result.text, result.rank, name)
+    return data[0]
+
+def work(how):
+    rank = int(os.environ["HOROVOD_RANK"])
+    if how == "before":
+        if rank == 1:
+            raise KeyError("boom")
+    basics.init()
+    assert allreduce("a") == basics.size()
+    if rank == 1:
+        if how == "raise":
+            raise KeyError("boom")
+        if how == "slow":  # the one to blame ends last
+            import atexit
+            atexit._run_exitfuncs  # it is there
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            import threading
+            threading.Thread(target=time.sleep, args=(1.5,)).start()
+            raise KeyError("boom")
+        if how == "exit":
+            sys.exit(3)
+        if how == "_exit":
+            os._exit(4)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "leave":
+            basics.shutdown()
+            return rank
+    if how == "good":
+        return rank
+    while True:
+        allreduce("b")
+"""
+
+
+def blamed(stderr: str) -> dict[str, str]:
+    return dict(re.findall(r"^(Process name|Exit code|Host|Reason|Note): (.*)$", stderr, re.M))
+
+
+def run(launcher, size: int, how: str):
+    words = [sys.executable, "-c", WORKER + f"\nwork({how!r})"]
+    result = launcher.run("-np", str(size), *words, timeout_s=50)
+    return result.returncode, blamed(result.stderr.decode()), result
+
+
+def test_a_good_job(launcher) -> None:
+    code, _, result = run(launcher, 4, "good")
+    assert (code, result.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "reason"),
+    [
+        ("raise", 1, "KeyError: 'boom'"),
+        ("slow", 1, "KeyError: 'boom'"),
+        ("before", 1, "KeyError: 'boom'"),
+        ("exit", 3, None),
+        ("_exit", 4, None),
+        ("kill", 137, None),
+    ],
+)
+def test_the_cause_is_named(launcher, how: str, code: int, reason: str | None) -> None:
+    returncode, said, result = run(launcher, 3, how)
+    assert said["Process name"] == "1", result.stderr.decode()
+    assert returncode == code
+    assert said.get("Reason") == reason
+    assert re.fullmatch(r"localhost, pid \d+", said["Host"])
+
+
+def test_a_rank_that_leaves_early_is_mentioned(launcher) -> None:
+    returncode, said, _ = run(launcher, 3, "leave")
+    assert returncode == 1
+    assert said["Process name"] in ("0", "2")
+    assert "rank 1" in said["Reason"]
+    assert "rank 1, which had ended normally" in said["Note"]
+
+
+def test_an_exception_is_blamed_every_time(launcher) -> None:
+    for _ in range(8):
+        _, said, result = run(launcher, 4, "raise")
+        assert (said["Process name"], said["Reason"]) == ("1", "KeyError: 'boom'"), result.stderr
+
+
+def test_run_with_the_engine() -> None:
+    def call(how: str, source: str) -> object:
+        namespace: dict[str, object] = {}
+        exec(source, namespace)
+        return namespace["work"](how)  # type: ignore[operator]
+
+    assert horovod.run(call, ("good", WORKER), num_proc=2) == [0, 1]
+    with pytest.raises(RuntimeError) as caught:
+        horovod.run(call, ("raise", WORKER), num_proc=3)
+    text = str(caught.value)
+    assert "Process name: 1\n" in text
+    assert text.rstrip().endswith("KeyError: 'boom'")
