@@ -3,8 +3,9 @@
 The accepting side sends a nonce. The connecting side answers with its number, a nonce of its own
 and an HMAC-SHA256 over both nonces and the *context* (which door, which job, which generation).
 The accepting side checks it and answers with an HMAC of its own, under another label so that
-neither answer can be reflected. All three messages have a fixed length, so nothing that a stranger sends is
-parsed or sizes an allocation, and nothing computed from the key is sent to a stranger.
+neither answer can be reflected. All three messages have a fixed length, so nothing that a stranger
+sends is parsed or sizes an allocation, and the accepting side sends nothing that was computed from
+the key before the other end has proved itself.
 """
 
 from __future__ import annotations

@@ -204,6 +204,7 @@ class _Wiring:
         self._own_plan = dict(plan)
         self._store = store
         self._generation = 0
+        self._told = False  # that another rank has given up
         self._names: list[str] = []
         self._memory_bytes = memory_bytes
         # rank -> (segment, doorbell, socket, pidfd)
@@ -303,7 +304,7 @@ class _Wiring:
             raise self._lost(rank, error) from error
 
     def _receive_guests(self, listener: socket.socket, deadline: float) -> None:
-        """Links to every higher rank; a stranger at the door gets no further than the door."""
+        """Links to every higher rank; a stranger gets no further than the door."""
         guests: dict[_Guest, None] = {}  # oldest first
         news_at = time.monotonic() + _NEWS_S
         with self._obtain("an epoll descriptor", selectors.DefaultSelector) as selector:
@@ -465,10 +466,10 @@ class _Wiring:
             word = json.loads(self._store.get(self._word_key(), timeout_s))
         except StoreError:  # nobody left word, or the store has gone too
             return None
-        rank, text = int(word["rank"]), str(word["text"])
-        return self._error(
-            PeerLostError, f"rank {rank} ({self._names[rank]}) gave up: {text}", rank
-        )
+        self._told = True
+        rank, blamed, text = int(word["rank"]), int(word["blamed"]), str(word["text"])
+        text = f"rank {rank} ({self._names[rank]}) gave up: {text}"
+        return self._error(PeerLostError, text, blamed)
 
     def _raise_if_given_up(self) -> None:
         error = self._given_up(0.0)
@@ -486,8 +487,9 @@ class _Wiring:
         return f"wiring/{self._generation}"
 
     def _leave_word(self, error: HorovodInternalError) -> None:
-        """Tells the ranks that wait for this one why it does not come."""
-        if self._generation > 0 and not isinstance(error, PeerLostError):
-            word = json.dumps({"rank": self._rank, "text": str(error)}).encode()
+        """Tells those who wait for this rank why it does not come, unless it was told itself."""
+        if self._generation > 0 and not self._told:
+            blamed = self._rank if error.rank is None else error.rank
+            word = {"rank": self._rank, "blamed": blamed, "text": str(error)}
             with contextlib.suppress(StoreError):  # the error itself is what matters here
-                self._store.set(self._word_key(), word)
+                self._store.set(self._word_key(), json.dumps(word).encode())
