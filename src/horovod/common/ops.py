@@ -127,7 +127,6 @@ class _Calls:
         self.handles = itertools.count(1)
         self.pending: dict[int, _Pending] = {}
         self.unnamed: dict[tuple[int, str], itertools.count[int]] = {}
-        self.dropped: list[_Pending] = []
 
     def enter(self, engine: Any) -> None:
         if self.engine is not engine:
@@ -258,8 +257,6 @@ class Call:
             )
         except basics.Failure as failure:
             raise _exception(failure, self.name) from None
-        if _calls.dropped:
-            _sweep()
         return _calls.add(_Pending(self._engine, ticket, self.name, finish))
 
 
@@ -365,27 +362,6 @@ def synchronize_all(handles: Iterable[int]) -> list[Any]:
     if first is not None:
         raise first
     return results
-
-
-def discard(handles: Iterable[int]) -> None:
-    """Gives up results; the memory that they need is kept until the engine is done with it."""
-    with _calls.lock:
-        for handle in handles:
-            pending = _calls.pending.pop(handle, None)
-            if pending is not None:
-                _calls.dropped.append(pending)
-    _sweep()
-
-
-def _sweep() -> None:
-    with _calls.lock:
-        waiting = []
-        for pending in _calls.dropped:
-            if pending.engine.poll(pending.ticket):
-                pending.engine.take(pending.ticket)
-            else:
-                waiting.append(pending)
-        _calls.dropped = waiting
 
 
 def barrier(process_set: ProcessSet) -> None:

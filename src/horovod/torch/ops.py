@@ -525,7 +525,7 @@ def _splits(splits: torch.Tensor | Sequence[int] | None) -> tuple[list[int] | No
     if not isinstance(splits, torch.Tensor):
         try:
             splits = torch.tensor([int(rows) for rows in splits], dtype=torch.int32)
-        except (TypeError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"splits must be whole numbers of rows, not {splits!r}") from error
     if splits.dtype is not torch.int32:
         raise ValueError(f"splits must be int32, not {splits.dtype}")

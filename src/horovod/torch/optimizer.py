@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import warnings
 import weakref
 from collections import Counter
@@ -116,8 +117,11 @@ class _Distributed(torch.optim.Optimizer):
         self._retired = True
 
     def _forget(self) -> None:
-        """Drops what is in flight and starts a new window of backward passes."""
-        ops.discard(handle for handle, _ in self._handles.values())
+        """Waits out what is in flight and starts a new window of backward passes."""
+        try:
+            ops.synchronize_all(handle for handle, _ in self._handles.values())
+        except HorovodInternalError as error:  # elastic training loads state because of it
+            logging.getLogger("horovod").info("gradients in flight were lost: %s", error)
         self._handles.clear()
         self._synchronized = False
         self._restart_window()
@@ -284,7 +288,7 @@ class _Distributed(torch.optim.Optimizer):
         self._watch()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state of the wrapped optimizer; gradients in flight are given up."""
+        """Loads a state of the wrapped optimizer; waits for gradients in flight first."""
         self._forget()
         super().load_state_dict(state_dict)
 
@@ -394,6 +398,9 @@ def DistributedOptimizer(
     # wrapped instance's own.
     own = {key: value for key, value in vars(optimizer).items() if key not in vars(_Distributed)}
     vars(distributed).update(own)
+    if "step" in vars(optimizer):
+        # A scheduler that watches the wrapped optimizer must not miss the steps taken here.
+        vars(optimizer)["_opt_called"] = True
     distributed._distribute(
         named_parameters,
         compression,
