@@ -14,9 +14,22 @@ import pytest
 
 HOROVODRUN = (sys.executable, "-m", "horovod.runner")
 
+# The same with short limits, where a test would else wait for 5 seconds and more.
+HASTY = """
+import dataclasses, sys
+from horovod.runner import launch
+from horovod.runner.lifecycle import Limits
+run_job = launch.run_job
+limits = Limits(grace_s=0.5, term_s=0.5)
+launch.run_job = lambda spec: run_job(dataclasses.replace(spec, limits=limits))
+sys.exit(launch.run_commandline())
+"""
+
 
 class Launcher:
     """Starts ``horovodrun`` with a temporary directory of its own for the job's directory."""
+
+    hasty = (sys.executable, "-c", HASTY)
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

@@ -73,7 +73,7 @@ def test_a_rank_that_leaves_may_see_the_others_go_first() -> None:
     faults = {0: lost(1, 4.0), 1: lost(0, 4.1), 2: lost(0, 4.2)}
     cause = first_cause(exits, faults)
     assert cause is not None
-    assert (cause.rank, cause.code) == (1, 3)
+    assert (cause.rank, cause.code, cause.reason) == (1, 3, None)
 
 
 def test_all_ended_by_the_launcher() -> None:

@@ -27,6 +27,10 @@ def test_a_failure_leads_to_grace_term_kill_and_giving_up() -> None:
     assert life.deadline is None
 
 
+def test_the_limits_as_shipped() -> None:
+    assert Limits() == Limits(grace_s=5, term_s=5, kill_s=5)
+
+
 def test_later_failures_do_not_prolong_the_grace() -> None:
     life = Lifecycle(LIMITS)
     life.failed(100)

@@ -129,7 +129,7 @@ def _root(rank: int, faults: Mapping[int, Fault], moment: Callable[[int], float]
 
 
 def _verdict(rank: int, end: Exit | None, fault: Fault | None, first: Exit) -> Cause:
-    reason = _reason(fault)
+    reason = _reason(fault) if fault is not None and fault.lost is None else None
     if end is not None and not end.by_launcher:
         return Cause(rank, end.code, reason)
     # It was still there when the launcher ended the job.

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -106,6 +106,47 @@ class Wakeup:
             os.close(self._writer)
 
 
+class Interrupts:
+    """What tells the launcher to stop, from before its first file to after its last byte.
+
+    Lets every signal end the loop's sleep; else one that comes just before it would be overslept.
+    In the foreground, takes what tells a launcher to stop, except what it was started to ignore
+    (nohup). Elsewhere the caller's handlers run, and may raise.
+
+    Args:
+        foreground: whether the launcher is the whole program.
+
+    Attributes:
+        pending: the signals that came and were not dealt with, oldest first.
+        wakeup: ends the loop's sleep.
+    """
+
+    def __init__(self, foreground: bool) -> None:
+        self.pending: list[int] = []
+        self.wakeup = Wakeup()
+        self._foreground = foreground
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> Interrupts:
+        self._undo.callback(self.wakeup.close)
+        if threading.current_thread() is not threading.main_thread():
+            return self  # signals are the main thread's
+        before = signal.set_wakeup_fd(self.wakeup.writer, warn_on_full_buffer=False)
+        self._undo.callback(signal.set_wakeup_fd, before)
+        if before != -1:  # somebody's event loop, which we must not make deaf
+            signal.set_wakeup_fd(before)
+        for number in _SIGNALS if self._foreground else ():
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._undo.callback(signal.signal, number, signal.signal(number, self._take))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        self.pending.append(number)  # the interpreter has written to the wakeup's descriptor
+
+
 class _Pipe:
     """One stream of one worker on its way to the console and to a file."""
 
@@ -124,13 +165,17 @@ class Driver:
         spec: what to run.
         job: the job's secrets and directory.
         server: the job's store, running.
+        interrupts: what tells the launcher to stop, in force.
     """
 
-    def __init__(self, spec: JobSpec, job: Job, server: StoreServer) -> None:
+    def __init__(
+        self, spec: JobSpec, job: Job, server: StoreServer, interrupts: Interrupts
+    ) -> None:
         self._spec = spec
         self._job = job
         self._server = server
-        self._wakeup = Wakeup()
+        self._signals = interrupts.pending
+        self._wakeup = interrupts.wakeup
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wakeup.reader, selectors.EVENT_READ)
         self._arrivals: queue.SimpleQueue[Ended] = queue.SimpleQueue()
@@ -145,7 +190,6 @@ class Driver:
         self._exits: dict[int, Exit] = {}
         self._first_failed: int | None = None
         self._term_at: float | None = None
-        self._signals: list[int] = []
         self._interrupted = 0
 
     def run(self) -> Outcome:
@@ -159,23 +203,21 @@ class Driver:
             for name in ("stderr", "stdout"):  # the first takes complaints about the second
                 stream = getattr(sys, name)
                 self._consoles[name] = Console(name, stream, self._wakeup, self._broken)
-            with self._signals_wake():
-                try:
-                    self._start()
-                    self._loop()
-                finally:
-                    self._close_placement()
-                self._finish_output()
-                outcome = self._outcome()
-                if self._spec.foreground:
-                    self._say(outcome.text)
-                self._close_consoles()
+            try:
+                self._start()
+                self._loop()
+            finally:
+                self._close_placement()
+            self._finish_output()
+            outcome = self._outcome()
+            if self._spec.foreground:
+                self._say(outcome.text)
+            self._close_consoles()
             return outcome
         finally:
             for console in self._consoles.values():
                 console.close()
             self._selector.close()
-            self._wakeup.close()
 
     def _start(self) -> None:
         if self._spec.output_directory is not None:
@@ -317,34 +359,6 @@ class Driver:
         if name != "stderr":
             self._consoles["stderr"].put(text.encode())
 
-    def _signalled(self, number: int, frame: FrameType | None) -> None:
-        self._signals.append(number)  # the interpreter has woken the loop
-
-    @contextlib.contextmanager
-    def _signals_wake(self) -> Iterator[None]:
-        """Lets every signal end the loop's sleep; else one that comes just before it is overslept.
-
-        In the foreground, handles what tells a launcher to stop, except what it was started to
-        ignore (nohup). Elsewhere the caller's handlers run, and may raise.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield  # signals are the main thread's
-            return
-        before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
-        wakeup_before = signal.set_wakeup_fd(self._wakeup.writer, warn_on_full_buffer=False)
-        if wakeup_before != -1:  # somebody's event loop, which we must not make deaf
-            signal.set_wakeup_fd(wakeup_before)
-        if self._spec.foreground:
-            for number in map(int, _SIGNALS):
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    before[number] = signal.signal(number, self._signalled)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(wakeup_before)
-
     # --- the end ---
 
     def _close_placement(self) -> None:
@@ -429,14 +443,14 @@ def run_job(
         before: called with the store before the first process starts.
         after: called with the store when all have ended.
     """
-    job = make_job()
-    try:
-        with StoreServer(job.directory, job.key, job.job_id) as server:
-            if before is not None:
-                before(server)
-            outcome = Driver(spec, job, server).run()
-            if after is not None:
-                after(server)
-            return outcome
-    finally:
-        job.remove()
+    with contextlib.ExitStack() as stack:
+        interrupts = stack.enter_context(Interrupts(spec.foreground))
+        job = make_job()
+        stack.callback(job.remove)
+        server = stack.enter_context(StoreServer(job.directory, job.key, job.job_id))
+        if before is not None:
+            before(server)
+        outcome = Driver(spec, job, server, interrupts).run()
+        if after is not None:
+            after(server)
+        return outcome

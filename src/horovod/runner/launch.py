@@ -276,9 +276,8 @@ def check_supported(args: argparse.Namespace, environment: Mapping[bytes, bytes]
     for knob in KNOBS:
         value = getattr(args, knob.name, None)
         if knob.effect is Effect.REFUSED and value not in (None, False):
-            name = "controller: mpi" if knob.name in args.from_file else knob.flag
-            if knob.name == "use_mpi" and "use_mpi" in args.from_file:
-                name = f"controller: mpi in {args.config_file}"
+            by_file = knob.name in args.from_file  # of these, only the controller has a key
+            name = f"controller: mpi in {args.config_file}" if by_file else knob.flag
             raise UsageError(f"{name}: {knob.refusal}")
         if knob.name in ("controller", "cpu_operations"):
             text = os.fsdecode(environment.get(knob.env.encode(), b""))
@@ -411,6 +410,8 @@ def _run(spec: JobSpec) -> int:
     except OSError as error:
         _tell(str(error))
         return 1
+    except KeyboardInterrupt:  # it came before there was anything to end
+        return 128 + signal.SIGINT
     return outcome.code
 
 
