@@ -20,6 +20,7 @@ RELEASE = b"released"
 TERM_GRACE_S = 3.0
 KILL_LIMIT_S = 3.0
 _PAUSE_S = 0.05
+_STARTING_S = 0.2
 
 
 def job_processes(job_id: str, sessions: Collection[int]) -> list[int]:
@@ -142,6 +143,9 @@ def watch(launcher: int, job_id: str, directory: str, orders: int) -> None:
         if not data:
             break
         received += data
+    end_job(job_id, _sessions(received))
+    # A process that the launcher was just starting bears no mark before it runs its program.
+    time.sleep(_STARTING_S)
     end_job(job_id, _sessions(received))
     shutil.rmtree(directory, ignore_errors=True)
 
