@@ -384,8 +384,8 @@ void Engine::leave(std::unique_lock<std::mutex> driver) {
     waiter_.mute_idle(false);
     muted_ = false;
   }
+  if (kick) waiter_.kick();  // before shutdown() can close the waiter
   driver.unlock();
-  if (kick) waiter_.kick();
   hand_over();
 }
 
@@ -465,6 +465,7 @@ void Engine::shutdown(const std::string& reason, Duration timeout) {
 void Engine::end_epoch(const std::string& reason, TimePoint deadline) {
   const std::string who = "rank " + std::to_string(rank_);
   Status why;
+  take_events(Clock::now());  // the last ones: no call may stay behind without an end
   if (!reason.empty()) {
     why = {ErrorKind::PeerLost, who + " exited: " + reason, rank_};
   } else if (!progress_.failure()) {
