@@ -417,6 +417,9 @@ void bind_engine(nb::module_& m) {
 NB_MODULE(_core, m) {
   using namespace horovod;
   m.doc() = "The core of horovod: engine, transports and kernels.";
+  // A forked child keeps the frames of threads that exist in its parent only, and with them an
+  // engine.
+  nb::set_leak_warnings(false);
 
   PyObject* failure = PyErr_NewExceptionWithDoc(
       "horovod._core.Failure", "The engine's own error; args are (kind, text, rank).",
