@@ -19,6 +19,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
@@ -88,48 +89,100 @@ class Segment {
   size_t ranks_;
 };
 
+// A part of the outbox that is written and freed in order, as a ring.
+class Arena {
+ public:
+  Arena(uint64_t base, uint64_t bytes) : base_(base), bytes_(bytes) {}
+
+  struct Target {
+    int32_t reader;
+    uint64_t count;  // the slot is free for this reader once it has consumed so many
+  };
+
+  bool has_room(uint64_t bytes) const { return place(bytes) + bytes - tail_ <= bytes_; }
+  // Where in the outbox the slot lies. It is in flight from now on; say to whom with add_target().
+  uint64_t reserve(uint64_t bytes) {
+    const uint64_t begin = place(bytes);
+    head_ = begin + bytes;
+    slots_.push_back({head_, 0});
+    return base_ + begin % bytes_;
+  }
+  void add_target(Target target) {
+    targets_.push_back(target);
+    ++slots_.back().targets;
+  }
+  // `consumed_by(reader)` is the number of this rank's slots that a reader has consumed.
+  template <typename Consumed>
+  void reclaim(Consumed&& consumed_by) {
+    while (!slots_.empty()) {
+      const Slot& slot = slots_.front();
+      for (size_t i = 0; i < slot.targets; ++i) {
+        if (consumed_by(targets_[i].reader) < targets_[i].count) return;
+      }
+      targets_.erase(targets_.begin(), targets_.begin() + static_cast<ptrdiff_t>(slot.targets));
+      tail_ = slot.end;
+      slots_.pop_front();
+    }
+    head_ = tail_ = 0;
+  }
+
+ private:
+  struct Slot {
+    uint64_t end;  // a position: it grows, its offset is taken modulo bytes_
+    size_t targets;
+  };
+
+  // A slot never wraps: one that would starts over at offset 0.
+  uint64_t place(uint64_t bytes) const {
+    const uint64_t offset = head_ % bytes_;
+    return offset + bytes <= bytes_ ? head_ : head_ + (bytes_ - offset);
+  }
+
+  const uint64_t base_, bytes_;
+  uint64_t head_ = 0, tail_ = 0;
+  std::deque<Slot> slots_;
+  std::deque<Target> targets_;  // of the slots in flight, in the same order
+};
+
 class Shm final : public Transport {
  public:
   explicit Shm(ShmOptions options)
       : rank_(options.rank),
         outbox_bytes_(options.outbox_bytes),
         doorbells_(std::move(options.doorbells)),
-        peers_(options.segments.size()) {
+        peers_(options.segments.size()),
+        arenas_{Arena(0, outbox_bytes_ / 2), Arena(outbox_bytes_ / 2, outbox_bytes_ / 2)} {
     for (auto& mapping : options.segments) {
       segments_.emplace_back(std::move(mapping), peers_.size());
     }
   }
 
-  // A quarter: two entries may each have a slot in flight and one being written.
+  // Two slots fit an arena: one is written while the other is read.
   uint64_t max_slot_bytes() const override { return outbox_bytes_ / 4 / kAlignment * kAlignment; }
 
   std::byte* reserve(std::span<const int32_t> to, uint64_t bytes, bool oldest) override {
-    reclaim();
-    if (!has_room(to, bytes, oldest)) {
+    Arena& arena = arenas_[oldest ? kOldest : kYounger];
+    if (!has_room(arena, to, bytes, oldest)) {
       ask_for_room();
-      reclaim();  // a reader may have consumed before it could see wants_room
-      if (!has_room(to, bytes, oldest)) return nullptr;
+      // A reader may have consumed before it could see that room is wanted.
+      if (!has_room(arena, to, bytes, oldest)) return nullptr;
     }
-    const uint64_t begin = place(bytes);
-    reserved_ = {.begin = begin, .end = begin + bytes, .targets = to.size()};
+    reserved_ = {&arena, arena.reserve(bytes), bytes};
     reserved_to_.assign(to.begin(), to.end());
-    return own().slots() + begin % outbox_bytes_;
+    return own().slots() + reserved_.offset;
   }
 
   void publish() override {
     store_fence();  // the slot was written with streaming stores
-    const uint64_t offset = reserved_.begin % outbox_bytes_;
     for (const int32_t reader : reserved_to_) {
       const uint64_t number = peers_[reader].sent++;
       Descriptor& d = own().channel(reader).descriptors[number % kDescriptors];
-      d.offset = offset;
-      d.bytes = reserved_.end - reserved_.begin;
+      d.offset = reserved_.offset;
+      d.bytes = reserved_.bytes;
       d.sequence.store(number + 1, std::memory_order_seq_cst);
-      targets_.push_back({reader, number + 1});
+      reserved_.arena->add_target({reader, number + 1});
       ring_if_asleep(reader);
     }
-    head_ = reserved_.end;
-    in_flight_.push_back(reserved_);
   }
 
   const std::byte* peek(int32_t from, uint64_t bytes) override {
@@ -226,14 +279,9 @@ class Shm final : public Transport {
     uint64_t control_sent = 0, control_received = 0;  // bytes
     uint64_t seen = 0;  // 1 + number of the arrived slot that idle() has reported
   };
-  struct Slot {
-    uint64_t begin = 0,
-             end = 0;  // positions, growing; their offsets are taken modulo outbox_bytes_
-    size_t targets = 0;
-  };
-  struct Target {
-    int32_t reader;
-    uint64_t count;  // the slot is free for this reader once it has consumed so many
+  struct Reserved {
+    Arena* arena = nullptr;
+    uint64_t offset = 0, bytes = 0;
   };
 
   int32_t size() const { return static_cast<int32_t>(segments_.size()); }
@@ -243,33 +291,14 @@ class Shm final : public Transport {
     return segments_[reader].consumed(rank_).slots.value.load(std::memory_order_seq_cst);
   }
 
-  // A slot never wraps: one that would starts over at offset 0.
-  uint64_t place(uint64_t bytes) const {
-    const uint64_t offset = head_ % outbox_bytes_;
-    return offset + bytes <= outbox_bytes_ ? head_ : head_ + (outbox_bytes_ - offset);
-  }
-
-  bool has_room(std::span<const int32_t> to, uint64_t bytes, bool oldest) {
-    const uint64_t limit = oldest ? outbox_bytes_ : outbox_bytes_ / 2;
-    if (place(bytes) + bytes - tail_ > limit) return false;
+  bool has_room(Arena& arena, std::span<const int32_t> to, uint64_t bytes, bool oldest) {
+    arena.reclaim([this](int32_t reader) { return consumed_by(reader); });
+    if (!arena.has_room(bytes)) return false;
     const uint64_t depth = oldest ? kDescriptors : kDescriptors / 2;
     for (const int32_t reader : to) {
       if (peers_[reader].sent - consumed_by(reader) >= depth) return false;
     }
     return true;
-  }
-
-  void reclaim() {
-    while (!in_flight_.empty()) {
-      const Slot& slot = in_flight_.front();
-      for (size_t i = 0; i < slot.targets; ++i) {
-        if (consumed_by(targets_[i].reader) < targets_[i].count) return;
-      }
-      targets_.erase(targets_.begin(), targets_.begin() + static_cast<ptrdiff_t>(slot.targets));
-      tail_ = slot.end;
-      in_flight_.pop_front();
-    }
-    tail_ = head_;
   }
 
   size_t control_room(int32_t to) {
@@ -321,11 +350,13 @@ class Shm final : public Transport {
   std::vector<Segment> segments_;
   std::vector<int> doorbells_;
   std::vector<Peer> peers_;
-  uint64_t head_ = 0, tail_ = 0;  // of this rank's outbox
-  Slot reserved_;
+  // An arena is freed in order, so a slot that its reader isn't ready for holds back all behind it.
+  // Hence the oldest entry never shares one with younger entries: with overlapping process sets a
+  // younger entry's reader may itself wait for the oldest.
+  enum : size_t { kOldest, kYounger };
+  std::array<Arena, 2> arenas_;
+  Reserved reserved_;
   std::vector<int32_t> reserved_to_;
-  std::deque<Slot> in_flight_;
-  std::deque<Target> targets_;  // of the slots in flight, in the same order
   bool waits_for_room_ = false;
   uint64_t positions_at_failure_ = 0;
 };

@@ -22,9 +22,8 @@ class Transport {
   virtual uint64_t max_slot_bytes() const = 0;
 
   // A slot of `bytes` (a multiple of kAlignment) that the ranks `to` will read; nullptr if there is
-  // no room now. Only an entry that is its rank's `oldest` may use the last half of the room, so
-  // that a later entry whose readers aren't there yet can't starve it. At most one slot is reserved
-  // and unpublished.
+  // no room now. The entry that is its rank's `oldest` has room of its own, so that younger ones
+  // whose readers aren't there yet can't starve it. At most one slot is reserved and unpublished.
   virtual std::byte* reserve(std::span<const int32_t> to, uint64_t bytes, bool oldest) = 0;
 
   // Makes the reserved slot visible to its readers and wakes those that sleep.
