@@ -1,4 +1,4 @@
-"""N engines as N threads of one process, wired by hand; knows nothing of launchers or frameworks."""
+"""N engines as N threads of one process, wired by hand; knows no launcher and no framework."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Failed(Exception):
 
 
 class Rank:
-    """One rank: the engine, and blocking calls on NumPy arrays (bfloat16 travels as uint16 with dtype=10)."""
+    """One rank: the engine, and blocking calls on NumPy arrays (bfloat16: uint16 and dtype=10)."""
 
     def __init__(self, rank: int, size: int, engine: Any) -> None:
         self.rank, self.size, self.engine = rank, size, engine
