@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import pickle
 import secrets
 import signal
 import subprocess
@@ -76,7 +77,7 @@ class World:
             for connection in wait(list(waiting), min(left, 10.0) if traces else left):
                 rank = waiting.pop(connection)  # type: ignore[arg-type]
                 try:
-                    trace, results[rank] = connection.recv()  # type: ignore[union-attr]
+                    trace, results[rank] = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
                 except (EOFError, OSError):
                     trace = "the process ended\n"
                 if trace is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import importlib.util
 import os
+import pickle
 import signal
 import sys
 import traceback
@@ -47,7 +48,7 @@ def main() -> None:
                 outcome = (None, getattr(module(path), function)(**kwargs))
             except BaseException:
                 outcome = (traceback.format_exc(), None)
-            tests.send(outcome)
+            tests.send_bytes(pickle.dumps(outcome))  # send() would share the memory of tensors
         hvd.shutdown()
 
 
