@@ -27,8 +27,7 @@ struct Voice {
   std::shared_ptr<const Request> request;
 };
 
-// A call of a rank whose call before, of the same name, was rejected and is still being waited for
-// by others: it belongs to the next round of that name.
+// What a rank says about the next round of a name while this one is still open without it.
 struct Held {
   int32_t rank = 0;
   std::shared_ptr<const Request> request;  // nullptr: rejected again

@@ -18,6 +18,12 @@ bool concerns_all_ranks(OpKind kind) {
   return kind == OpKind::Join || kind == OpKind::AddSet || kind == OpKind::RemoveSet;
 }
 
+// Whether what the rank says now belongs to the next round of the name: its call of this round was
+// rejected, or the round is agreed on without it, because it had joined.
+bool spoke_for_this_round(const Call& call, const Voice& voice) {
+  return voice.said == Voice::Said::Rejected || call.place != Call::Place::Waiting;
+}
+
 }  // namespace
 
 Coordinator::State::State(CoordinatorOptions given)
@@ -38,17 +44,29 @@ Coordinator::State::State(CoordinatorOptions given)
   waiting.resize(size);
   left_text.resize(size);
   blocked.resize(size);
+  owed.resize(size);
+  late.resize(size);
   live_ranks = size;
 }
 
 void Coordinator::State::on(int32_t rank, Announce&& item, TimePoint now) {
+  std::vector<uint64_t>& ids = owed[static_cast<size_t>(rank)];
+  std::vector<Announce>& waiting_items = late[static_cast<size_t>(rank)];
+  if (concerns_all_ranks(item.request.kind) && !ids.empty()) {
+    waiting_items.push_back(std::move(item));
+    return;
+  }
+  if (item.resends != 0) std::erase(ids, item.resends);
   announce(rank, std::make_shared<const Request>(std::move(item.request)), 0, item.blocked, now);
+  if (!ids.empty()) return;
+  for (Announce& next : std::exchange(waiting_items, {})) on(rank, std::move(next), now);
 }
 
 void Coordinator::State::on(int32_t rank, AnnounceCached&& item, TimePoint now) {
   const std::shared_ptr<const Request>& request = cache.request_of(item.id);
   if (request == nullptr) {
     outbox.push_back({{rank}, Resend{item.id}});
+    owed[static_cast<size_t>(rank)].push_back(item.id);
     return;
   }
   ++counters.cached_announcements;
@@ -56,6 +74,9 @@ void Coordinator::State::on(int32_t rank, AnnounceCached&& item, TimePoint now) 
 }
 
 void Coordinator::State::on(int32_t rank, Blocked&& item, TimePoint) {
+  for (Announce& later : late[static_cast<size_t>(rank)]) {
+    if (later.request.set == item.set && later.request.name == item.name) later.blocked = true;
+  }
   const auto it = sets.find(item.set);
   if (it == sets.end() || !it->second.has(rank)) return;
   Call* call = calls.find(item.set, item.name);
@@ -96,6 +117,8 @@ void Coordinator::State::on(int32_t rank, Leave&& item, TimePoint now) {
   left[place] = 1;
   left_text[place] = std::move(item.text);
   --live_ranks;
+  owed[place].clear();
+  late[place].clear();
   for (ProcessSet* set : sets_of[place]) {
     if (set->left < 0) set->left = rank;
   }
@@ -186,7 +209,7 @@ void Coordinator::State::hear(ProcessSet& set, Call& call, int32_t rank,
   const OpKind kind = request->kind;
   Voice& voice = set.voice(call, rank);
   if (blocked_now) block(rank, +1);
-  if (voice.said == Voice::Said::Rejected) {
+  if (spoke_for_this_round(call, voice)) {
     call.later.push_back({rank, std::move(request), blocked_now, {}});
     return;
   }
@@ -205,7 +228,7 @@ void Coordinator::State::hear_rejection(ProcessSet& set, int32_t rank, Reject&& 
   Call& call = find_or_start(set, item.kind, item.name, now);
   Voice& voice = set.voice(call, rank);
   if (voice.said == Voice::Said::Announced) return;
-  if (voice.said == Voice::Said::Rejected) {
+  if (spoke_for_this_round(call, voice)) {
     call.later.push_back({rank, nullptr, false, std::move(item)});
     return;
   }
@@ -313,7 +336,10 @@ void Coordinator::receive(int32_t rank, Item item, TimePoint now) {
 void Coordinator::decide(TimePoint now, std::vector<Outgoing>& out, std::vector<LogLine>& log) {
   State& s = *state_;
   if (!s.aborted) {
-    for (auto& [uid, set] : s.sets) s.emit_ready(set, now);
+    do {
+      s.replay(now);
+      for (auto& [uid, set] : s.sets) s.emit_ready(set, now);
+    } while (!s.held.empty());
     if (!s.leaving.empty()) s.acknowledge();
     if (std::optional<Status> end = s.watch.look(s.scene(), s.calls.waiting(), now)) {
       s.aborted = true;

@@ -98,6 +98,10 @@ struct Coordinator::State {
   std::vector<size_t> blocked;  // by rank: blocked calls without an entry
   size_t waiting_ranks = 0;     // live ranks that are blocked or joined
   size_t live_ranks = 0;
+  // By rank: ids it was asked to resend, and its calls that concern all ranks: they end or exclude
+  // other calls and must not overtake those.
+  std::vector<std::vector<uint64_t>> owed;
+  std::vector<std::vector<Announce>> late;
   std::vector<int32_t> leaving;  // not acknowledged yet
   int32_t last_joined = -1;
 

@@ -324,33 +324,28 @@ void Coordinator::State::take(Call& call, Entry& entry, TimePoint now) {
   finish(call, now);
 }
 
-// A rank that left may go once all it takes part in is in the order.
+// A rank that left may go once all it takes part in is in the order, and it has nothing to report.
 void Coordinator::State::acknowledge() {
-  const auto takes_part = [&](const Call& call, int32_t rank) {
-    const ProcessSet& set = sets.at(call.set);
-    return set.has(rank) && set.voice(call, rank).said == Voice::Said::Announced;
+  const auto takes_part = [](const ProcessSet& set, const CallList& ready_calls, int32_t rank) {
+    return std::any_of(ready_calls.begin(), ready_calls.end(), [&](const Call& call) {
+      return set.voice(call, rank).said == Voice::Said::Announced;
+    });
   };
-  const auto done = [&](int32_t rank) {
+  const auto may_go = [&](int32_t rank) {
     for (const ProcessSet* set : sets_of[static_cast<size_t>(rank)]) {
-      for (const CallList* list : {&set->alone, &set->fusing}) {
-        for (const Call& call : *list) {
-          if (takes_part(call, rank)) return false;
-        }
-      }
+      if (takes_part(*set, set->alone, rank) || takes_part(*set, set->fusing, rank)) return false;
     }
+    return std::none_of(flights.begin(), flights.end(),
+                        [&](const Flight& flight) { return flight.reporter == rank; });
+  };
+  std::erase_if(leaving, [&](int32_t rank) {
+    if (!may_go(rank)) return false;
     Entry entry;
     entry.kind = OpKind::Shutdown;
     entry.contributors = {rank};
     emit(std::move(entry));
-    // It won't report any more.
-    std::erase_if(flights, [&](const Flight& flight) {
-      if (flight.reporter != rank) return false;
-      if (const auto it = sets.find(flight.set); it != sets.end()) --it->second.in_flight;
-      return true;
-    });
     return true;
-  };
-  std::erase_if(leaving, done);
+  });
 }
 
 void Coordinator::State::emit(Entry entry) {

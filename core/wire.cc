@@ -195,6 +195,7 @@ template <class Ar, Like<Announce> M>
 void fields(Ar& ar, M& m) {
   fields(ar, m.request);
   ar.flag(m.blocked);
+  ar.number(m.resends);
 }
 
 template <class Ar, Like<AnnounceCached> M>

@@ -53,6 +53,7 @@ struct Request {
 struct Announce {  // the first time, or whenever anything but dim 0 of gathers changed
   Request request;
   bool blocked = false;
+  uint64_t resends = 0;  // the id of the Resend that this answers
   bool operator==(const Announce&) const = default;
 };
 struct AnnounceCached {  // an abbreviation of the Request that an Entry gave this id

@@ -52,7 +52,7 @@ class Lab {
 
   void say(int32_t rank, Item item) { coordinator_.receive(rank, std::move(item), now_); }
   void announce(int32_t rank, Request request, bool blocked = true) {
-    say(rank, Announce{std::move(request), blocked});
+    say(rank, Announce{std::move(request), blocked, 0});
   }
   void all_announce(const Request& request, bool blocked = true) {
     for (int32_t rank = 0; rank < size_; ++rank) announce(rank, request, blocked);

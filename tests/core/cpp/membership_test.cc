@@ -55,6 +55,19 @@ void join_returns_who_joined_last_and_starts_over() {
   }
 }
 
+void a_rank_back_from_join_starts_the_next_round() {
+  Lab lab(2);
+  lab.announce(1, join_call(), false);
+  lab.announce(0, call("x"), false);
+  lab.announce(0, join_call(), false);
+  CHECK(lab.good_entry().kind == OpKind::Join);
+  lab.announce(1, call("x"), false);  // x is ready without it, and waits for company
+  lab.wait(1ms);
+  CHECK((lab.good_entry().contributors == Ranks{0}));
+  lab.announce(0, call("x"));
+  CHECK((lab.good_entry().contributors == Ranks{0, 1}));
+}
+
 void most_calls_need_the_joined() {
   for (OpKind kind : {OpKind::Allgather, OpKind::Broadcast, OpKind::Alltoall, OpKind::Reducescatter,
                       OpKind::AddSet, OpKind::RemoveSet}) {
@@ -243,6 +256,8 @@ void leaving_is_acknowledged_last() {
   CHECK((all[1].contributors == Ranks{1}));
   CHECK(!lab.coordinator().all_left());
   lab.say(0, Leave{});
+  lab.silent();
+  lab.done(all[0]);  // which rank 0 had to report
   CHECK((lab.good_entry().contributors == Ranks{0}));
   CHECK(lab.coordinator().all_left());
 }
@@ -252,9 +267,9 @@ void leaving_waits_for_a_full_set() {
   for (int i = 0; i < 3; ++i) lab.all_announce(call(std::to_string(i)));
   const auto first = lab.entries();
   CHECK_EQ(first.size(), 2u);
-  lab.say(0, Leave{});
+  lab.say(1, Leave{});
   lab.silent();
-  lab.done(first[0]);  // still heard
+  lab.done(first[0]);
   CHECK_EQ(lab.entries().size(), 2u);
 }
 
@@ -472,6 +487,7 @@ int main() {
   a_join_completes_what_only_it_was_missing_in();
   what_a_rank_announced_before_it_joined_counts();
   join_returns_who_joined_last_and_starts_over();
+  a_rank_back_from_join_starts_the_next_round();
   most_calls_need_the_joined();
   join_all_ops_leaves_them_out();
   joined_ranks_have_joined_in_all_their_sets();

@@ -283,6 +283,22 @@ void an_evicted_id_is_asked_for_in_full() {
   CHECK(lab.good_entry().items[0].id > y);
 }
 
+void a_join_waits_for_calls_that_are_resent() {
+  Lab lab(2, [](auto& o) { o.cache_capacity = 1; });
+  const uint64_t x = lab.run(call("x")).items[0].id;
+  lab.run(call("y"));
+  lab.announce(1, call("x"));
+  lab.say(0, AnnounceCached{x, false});
+  CHECK(std::holds_alternative<Resend>(lab.decide().at(0).decision));
+  lab.announce(0, join_call(), false);
+  lab.say(0, Blocked{0, "join"});
+  lab.silent();  // rank 0 takes part in x
+  lab.say(0, Announce{call("x"), false, x});
+  CHECK((lab.good_entry().contributors == Ranks{0, 1}));
+  lab.announce(1, call("y"));
+  CHECK((lab.good_entry().contributors == Ranks{1}));
+}
+
 void an_id_evicted_while_announced_comes_back_as_another() {
   Lab lab(2, [](auto& o) { o.cache_capacity = 1; });
   const uint64_t x = lab.run(call("x")).items[0].id;
@@ -323,5 +339,6 @@ int main() {
   a_cached_id_is_only_an_abbreviation();
   unnamed_calls_and_control_ops_have_no_id();
   an_evicted_id_is_asked_for_in_full();
+  a_join_waits_for_calls_that_are_resent();
   an_id_evicted_while_announced_comes_back_as_another();
 }

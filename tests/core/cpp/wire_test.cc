@@ -104,7 +104,7 @@ Message random_message(Rng& rng, size_t type) {
   const auto set = static_cast<uint32_t>(rng());
   switch (type) {
     case 0:
-      return Announce{random_request(rng), coin(rng)};
+      return Announce{random_request(rng), coin(rng), rng()};
     case 1:
       return AnnounceCached{rng(), coin(rng)};
     case 2:

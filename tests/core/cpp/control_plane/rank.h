@@ -1,0 +1,240 @@
+// A simulated rank: runs its script against the coordinator as an engine would, with a real id
+// table and real frames, and complains about every decision that doesn't concern it.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "core/cache.h"
+#include "program.h"
+
+namespace horovod::sim {
+
+// A law does not hold.
+class Broken : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+inline void require(bool holds, const std::string& law) {
+  if (!holds) throw Broken(law);
+}
+
+class SimRank {
+ public:
+  enum class State { Running, Waiting, Leaving, Gone, Dead, Aborted };
+
+  SimRank(int32_t rank, const Job& job)
+      : rank_(rank),
+        script_(job.scripts[static_cast<size_t>(rank)]),
+        plan_hash_(job.options.plan_hash),
+        cache_(job.options.cache_capacity) {
+    uids_[0] = 0;
+  }
+
+  // Channels: first in, first out, of encoded frames.
+  std::deque<std::string> up, down;
+  // Entries to run, in order; an entry is started when it is the first.
+  std::deque<Entry> queue;
+  bool started = false;
+
+  State state() const { return state_; }
+  bool ended() const {
+    return state_ == State::Gone || state_ == State::Dead || state_ == State::Aborted;
+  }
+  bool stands_still() const { return state_ == State::Waiting && pending_.contains(waits_for_); }
+  bool can_step() const {
+    return state_ == State::Running || (state_ == State::Waiting && !stands_still());
+  }
+  size_t errors() const { return errors_; }
+  void die() { state_ = State::Dead; }
+
+  // The next line of the script.
+  void step() {
+    state_ = State::Running;
+    if (ends_) return leave("an error ended the script");
+    const Step& step = script_[next_++];
+    if (step.what == Step::Do::Leave) return leave(step.request.name);
+    const auto uid = uids_.find(step.set);
+    if (uid == uids_.end()) return;
+    Request request = step.request;
+    request.set = uid->second;
+    const Key key{request.set, request.name};
+    switch (step.what) {
+      case Step::Do::Submit:
+        return submit(step, std::move(request), key);
+      case Step::Do::Reject:
+        return say(Reject{request.kind, request.set, request.name, "it is wrong"});
+      case Step::Do::Wait:
+        return wait(key);
+      case Step::Do::Leave:
+        break;
+    }
+  }
+
+  void receive(const Message& message) {
+    require(state_ != State::Gone, "nothing follows the acknowledgement");
+    if (const auto* entry = std::get_if<Entry>(&message)) return accept(*entry);
+    if (const auto* resend = std::get_if<Resend>(&message)) return announce_again(resend->id);
+    const auto* abort = std::get_if<Abort>(&message);
+    require(abort != nullptr, "a rank gets decisions only");
+    require(!abort->status.ok() && !abort->status.text.empty(), "an abort says why");
+    end_all(State::Aborted);
+  }
+
+  // The first entry of the queue is complete here.
+  void complete() {
+    const Entry entry = std::move(queue.front());
+    queue.pop_front();
+    started = false;
+    if (entry.kind == OpKind::Shutdown) {
+      require(queue.empty(), "the acknowledgement is the last entry");
+      return end_all(State::Gone);
+    }
+    for (const EntryItem& item : entry.items) {
+      const auto it = pending_.find(Key{entry.set, item.name});
+      require(it != pending_.end(), "an entry is for a pending call");
+      if (entry.status.ok()) apply(entry, it->second);
+      pending_.erase(it);
+    }
+    if (!entry.status.ok()) {
+      ++errors_;
+      require(!entry.status.text.empty(), "an error has a text");
+      // Someone left: this script can't go on.
+      ends_ = ends_ || entry.status.kind == ErrorKind::Shutdown;
+    }
+  }
+
+  // Whether the entry that comes first moves data, so that it needs all contributors.
+  bool first_moves_data() const {
+    return queue.front().status.ok() && info(queue.front().kind).moves_data;
+  }
+
+ private:
+  using Key = std::pair<uint32_t, std::string>;
+  struct Pending {
+    Request request;
+    uint64_t id = 0;
+    bool blocked = false;
+    bool scheduled = false;
+    size_t adds = 0;
+  };
+
+  void say(const Message& message) {
+    up.emplace_back();
+    encode(message, rank_, up.back());
+  }
+
+  void submit(const Step& step, Request request, const Key& key) {
+    if (pending_.contains(key)) return;  // a ValueError here, and nobody hears of it
+    if (request.kind == OpKind::RemoveSet) {
+      const auto removed = uids_.find(static_cast<size_t>(request.root));
+      if (removed == uids_.end()) return;
+      request.root = static_cast<int32_t>(removed->second);
+    }
+    Pending& pending = pending_[key];
+    pending.id = cache_.find(request);
+    pending.request = request;
+    pending.blocked = step.sync;
+    pending.adds = step.adds;
+    if (pending.id != 0) {
+      say(AnnounceCached{pending.id, step.sync});
+    } else {
+      say(Announce{std::move(request), step.sync, 0});
+    }
+    if (step.sync) stop(key);
+  }
+
+  void wait(const Key& key) {
+    const auto it = pending_.find(key);
+    if (it == pending_.end()) return;
+    if (!it->second.blocked) {
+      it->second.blocked = true;
+      say(Blocked{key.first, key.second});
+    }
+    stop(key);
+  }
+
+  void stop(const Key& key) {
+    state_ = State::Waiting;
+    waits_for_ = key;
+  }
+
+  void leave(const std::string& text) {
+    say(Leave{text});
+    state_ = State::Leaving;
+  }
+
+  void end_all(State state) {
+    state_ = state;
+    pending_.clear();
+  }
+
+  void accept(Entry entry) {
+    require(entry.seq > last_seq_, "entries come in order");
+    last_seq_ = entry.seq;
+    require(entry.plan_hash == plan_hash_, "an entry carries the plan's hash");
+    require(std::find(entry.contributors.begin(), entry.contributors.end(), rank_) !=
+                entry.contributors.end(),
+            "an entry goes to contributors only");
+    for (EntryItem& item : entry.items) {
+      if (item.name.empty()) {
+        const std::string* name = cache_.name(item.id);
+        require(name != nullptr, "an entry without a name has an id that its contributor knows");
+        item.name = *name;
+      }
+      const auto it = pending_.find(Key{entry.set, item.name});
+      require(it != pending_.end(), "an entry is for a pending call: \"" + item.name + "\"");
+      require(!it->second.scheduled, "a call has one entry");
+      it->second.scheduled = true;
+      if (entry.status.ok()) {
+        cache_.learn(item.id, it->second.request);
+      } else {
+        cache_.forget(it->second.id);
+      }
+    }
+    queue.push_back(std::move(entry));
+  }
+
+  void announce_again(uint64_t id) {
+    if (state_ == State::Leaving) return;
+    const std::string* name = cache_.name(id);
+    require(name != nullptr, "only an id that this rank announced is asked for in full");
+    const auto it = pending_.find(Key{cache_.request(id)->set, *name});
+    require(it != pending_.end() && it->second.id == id, "only pending calls are asked for");
+    cache_.forget(id);
+    it->second.id = 0;
+    say(Announce{it->second.request, it->second.blocked, id});
+  }
+
+  void apply(const Entry& entry, const Pending& pending) {
+    if (entry.kind == OpKind::AddSet) {
+      require(entry.ranks == pending.request.ranks, "an added set has the ranks asked for");
+      uids_[pending.adds] = static_cast<uint32_t>(entry.value);
+    } else if (entry.kind == OpKind::RemoveSet) {
+      const auto uid = static_cast<uint32_t>(entry.value);
+      std::erase_if(uids_, [&](const auto& known) { return known.second == uid; });
+      cache_.forget_set(uid);
+    }
+  }
+
+  int32_t rank_;
+  const Script& script_;
+  uint64_t plan_hash_;
+  size_t next_ = 0;
+  State state_ = State::Running;
+  bool ends_ = false;
+  Key waits_for_;
+  std::map<Key, Pending> pending_;
+  std::map<size_t, uint32_t> uids_;  // by number of the set
+  NameCache cache_;
+  uint64_t last_seq_ = 0;
+  size_t errors_ = 0;
+};
+
+}  // namespace horovod::sim
