@@ -80,7 +80,9 @@ def test_python_block_runs_in_a_world_of_one(code: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("script", all_blocks("sh"))
 def test_shell_block_is_well_formed_and_names_files_that_exist(script: str) -> None:
     subprocess.run(["bash", "-n", "-c", script], check=True, timeout=10)
-    for path in re.findall(r"\b(?:examples|benchmarks|tests|core|src)/[\w./-]+\.(?:py|cc)\b", script):
+    for path in re.findall(
+        r"\b(?:examples|benchmarks|tests|core|src)/[\w./-]+\.(?:py|cc)\b", script
+    ):
         assert (ROOT / path).is_file(), path
 
 
