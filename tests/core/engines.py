@@ -42,7 +42,7 @@ class Failed(Exception):
 
 
 class Rank:
-    """One rank: the engine, and blocking calls on NumPy arrays (bfloat16: uint16 and dtype=10)."""
+    """One rank: the engine, and blocking calls on NumPy arrays (bfloat16: uint16, dtypes=[10])."""
 
     def __init__(self, rank: int, size: int, engine: Any) -> None:
         self.rank, self.size, self.engine = rank, size, engine
@@ -60,18 +60,14 @@ class Rank:
         root: int = 0,
         splits: list[int] | None = None,
         set_id: int = 0,
-        dtype: int | None = None,
+        dtypes: list[int] | None = None,
         unnamed: bool = False,
     ) -> int:
         outs = outs if outs is not None else [None] * len(arrays)
+        dtypes = dtypes if dtypes is not None else [DTYPES[a.dtype.name] for a in arrays]
         tensors = [
-            (
-                a.ctypes.data,
-                0 if o is None else o.ctypes.data,
-                DTYPES[a.dtype.name] if dtype is None else dtype,
-                a.shape,
-            )
-            for a, o in zip(arrays, outs, strict=True)
+            (a.ctypes.data, 0 if o is None else o.ctypes.data, dtype, a.shape)
+            for a, o, dtype in zip(arrays, outs, dtypes, strict=True)
         ]
         keep = (arrays, outs)
         return self.engine.submit(
