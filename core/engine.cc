@@ -173,10 +173,18 @@ void Engine::push_locked(Event event, uint64_t bytes, bool urgent) {
   if (!asleep_.load(std::memory_order_seq_cst)) return;  // it looks before it sleeps
   if (urgent || queued_bytes_ >= kUrgentBytes) {
     progress_.transport().ring_self();
-  } else if (!timer_armed_) {
-    timer_armed_ = true;
-    waiter_.arm_timer(kLazyWake);
+  } else {
+    wake_soon();
   }
+}
+
+// Wakes the engine thread kLazyWake from now at the latest. Costs a system call once per kLazyWake.
+void Engine::wake_soon() {
+  const int64_t now = ns(Clock::now());
+  int64_t at = wakes_at_.load(std::memory_order_relaxed);
+  if (at > now) return;
+  if (!wakes_at_.compare_exchange_strong(at, now + Duration(kLazyWake).count())) return;
+  waiter_.arm_timer(kLazyWake);
 }
 
 LocalCallPtr Engine::find(int64_t handle) {
@@ -277,7 +285,6 @@ void Engine::take_events(TimePoint now) {
     }
     queued_.store(0, std::memory_order_seq_cst);
     queued_bytes_ = 0;
-    timer_armed_ = false;
   }
   for (Event& event : events) {
     if (auto* submission = std::get_if<Submission>(&event)) {
@@ -358,10 +365,7 @@ void Engine::drive(Done&& done, TimePoint until_time) {
       continue;
     }
     yields = 0;
-    if (!muted_) {
-      waiter_.mute_idle(true);
-      muted_ = true;
-    }
+    mute_idle(true);
     if (quiet()) {
       collect(until(std::min(until_time, progress_.next_deadline())));
       awake();
@@ -371,32 +375,39 @@ void Engine::drive(Done&& done, TimePoint until_time) {
 
 // From here on the doorbell reaches the engine thread, or another waiter if there is one.
 void Engine::leave(std::unique_lock<std::mutex> driver) {
+  // The engine thread was woken in vain and muted itself: take what woke it, or it would be again.
+  if (muted_.load(std::memory_order_relaxed)) collect(std::chrono::nanoseconds(0));
   bool kick = false;
-  for (int looks = 0; !quiet(); ++looks) {
-    if (looks == kLastLooks) {
-      kick = true;  // more keeps arriving than a caller who has its result should deal with
-      break;
+  if (progress_.at_rest()) {
+    // No call of this rank is open, so no peer waits for it. A script that makes one blocking call
+    // after another comes back soon: peers need not ring and wake the engine thread between the
+    // calls.
+    asleep_.store(true, std::memory_order_seq_cst);
+    kick = queued_.load(std::memory_order_seq_cst) > 0;
+    wake_soon();
+  } else {
+    for (int looks = 0; !quiet() && !kick; ++looks) {
+      kick = looks == kLastLooks;  // more arrives than a caller who has its result should deal with
+      if (!kick) pass();
     }
-    pass();
   }
-  if (ns(progress_.next_deadline()) < idle_until_.load(std::memory_order_relaxed)) kick = true;
-  if (muted_) {
-    waiter_.mute_idle(false);
-    muted_ = false;
-  }
+  kick = kick || ns(progress_.next_deadline()) < idle_until_.load(std::memory_order_relaxed);
   if (kick) waiter_.kick();  // before shutdown() can close the waiter
   driver.unlock();
+  mute_idle(false);
   hand_over();
+}
+
+void Engine::mute_idle(bool muted) {
+  std::lock_guard lock(mutex_);
+  if (shut_down_ || muted_ == muted) return;
+  muted_ = muted;
+  waiter_.mute_idle(muted);
 }
 
 void Engine::hand_over() {
   std::lock_guard lock(mutex_);
-  if (waiters_ > 0 && !closing_) {
-    waiters_cv_.notify_one();
-  } else if (engine_waits_) {
-    engine_waits_ = false;
-    engine_cv_.notify_one();
-  }
+  if (waiters_ > 0 && !closing_) waiters_cv_.notify_one();
 }
 
 void Engine::run() {
@@ -406,15 +417,13 @@ void Engine::run() {
   while (!closing_) {
     std::unique_lock driver(driver_, std::try_to_lock);
     if (!driver.owns_lock()) {
-      std::unique_lock lock(mutex_);
-      driver = std::unique_lock(driver_, std::try_to_lock);
-      if (!driver.owns_lock()) {
-        engine_waits_ = true;
-        engine_cv_.wait_for(lock, std::chrono::seconds(1),
-                            [this] { return !engine_waits_ || closing_; });
-        engine_waits_ = false;
+      mute_idle(true);
+      // A driver that leaves from here on unmutes; one that left before did not.
+      if (!driver.try_lock()) {
+        waiter_.sleep_idle(until(TimePoint(Duration(idle_until_.load()))));
         continue;
       }
+      mute_idle(false);
     }
     const auto timeout = serve();
     driver.unlock();
@@ -446,11 +455,6 @@ void Engine::shutdown(const std::string& reason, Duration timeout) {
   closing_ = true;
   progress_.transport().ring_self();
   waiter_.kick();
-  {
-    std::lock_guard lock(mutex_);
-    engine_waits_ = false;
-    engine_cv_.notify_one();
-  }
   thread_.join();
   {
     const std::lock_guard driver(driver_);  // a waiter that drives sees closing_ and leaves

@@ -94,6 +94,7 @@ class Engine {
   void check_alive_locked();
   const std::vector<int32_t>& members_locked(uint32_t set, OpKind kind) const;
   void push_locked(Event event, uint64_t bytes, bool urgent);
+  void wake_soon();
   [[noreturn]] void throw_prefixed(const LocalCall& call, const Status& status) const;
 
   // The driver's.
@@ -106,6 +107,7 @@ class Engine {
   template <typename Done>
   void drive(Done&& done, TimePoint until);
   void leave(std::unique_lock<std::mutex> driver);
+  void mute_idle(bool muted);
   void hand_over();
   std::chrono::nanoseconds until(TimePoint at) const;
 
@@ -121,18 +123,17 @@ class Engine {
   Progress progress_;
 
   std::mutex driver_;
-  bool muted_ = false;                  // driver's
   Waiter::Ended ended_;                 // driver's
   bool failure_reported_ = false;       // driver's
+  std::atomic<bool> muted_{false};      // written with mutex_ held
   std::atomic<bool> asleep_{false};     // the doorbell is needed to reach the driver
   std::atomic<uint64_t> queued_{0};     // events_ that wait for the driver
+  std::atomic<int64_t> wakes_at_{0};    // when the timer rings, ns of TimePoint
   std::atomic<int64_t> idle_until_{0};  // when the engine thread wakes by itself, ns of TimePoint
 
   std::mutex mutex_;
-  std::condition_variable waiters_cv_, engine_cv_;
+  std::condition_variable waiters_cv_;
   size_t waiters_ = 0;         // callers asleep in wait() that don't drive
-  bool engine_waits_ = false;  // the engine thread waits for the driver to leave
-  bool timer_armed_ = false;
   uint64_t queued_bytes_ = 0;
   std::vector<Event> events_;
   std::vector<LocalCallPtr> newly_blocked_;

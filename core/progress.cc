@@ -74,6 +74,7 @@ Progress::Progress(ProgressOptions options)
 // ---- From this rank ---------------------------------------------------------------------------
 
 void Progress::submit(LocalCallPtr call, TimePoint now) {
+  ++open_calls_;
   if (failure_) return complete(call, *failure_);
   const Request& request = call->request;
   const uint64_t id = request.unnamed ? 0 : cache_.find(request);
@@ -440,6 +441,7 @@ void Progress::complete(const LocalCallPtr& call, Status status) {
     status.text = message_prefix(rank_, size()) +
                   describe_call(call->request.kind, call->request.name) + ": " + status.text;
   }
+  --open_calls_;
   call->status = std::move(status);
   completed_.push_back(call);
 }

@@ -75,6 +75,9 @@ class Progress {
   // Whether pass() would find nothing; asked after transport().sleep(true).
   bool idle() { return failure_ || transport_->idle(); }
 
+  // No call of this rank is open: nobody waits for it.
+  bool at_rest() const { return open_calls_ == 0; }
+
   // Ends the epoch on this rank: fails every call and, unless they know, tells all peers why.
   void fail(Status status, bool tell = true);
   const std::optional<Status>& failure() const { return failure_; }
@@ -139,6 +142,7 @@ class Progress {
   std::map<uint32_t, std::vector<int32_t>> sets_;  // uid -> members
   std::map<uint32_t, CallsByName> pending_;        // announced, by set
   std::deque<Running> running_;                    // agreed, in the global order
+  size_t open_calls_ = 0;                          // submitted and not complete
   std::vector<LocalCallPtr> completed_;
   std::vector<LogLine> log_;
 
