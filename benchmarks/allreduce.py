@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+
 from peers import MODELS, PEERS, Peer
 
 KIB, MIB = 1 << 10, 1 << 20
