@@ -231,6 +231,7 @@ bool Engine::wait(int64_t handle, Duration timeout) {
   if (done()) return true;
   const TimePoint deadline = saturating(Clock::now(), timeout);
   say_blocked(handle);
+  bool slept = false;
   while (!done()) {
     const TimePoint now = Clock::now();
     if (now >= deadline) break;
@@ -246,6 +247,7 @@ bool Engine::wait(int64_t handle, Duration timeout) {
         // A driver that sleeps doesn't know yet that this call is urgent.
         if (asleep_.load(std::memory_order_seq_cst)) progress_.transport().ring_self();
         waiters_cv_.wait_until(lock, until);
+        slept = true;
       }
       --waiters_;
     }
@@ -254,7 +256,7 @@ bool Engine::wait(int64_t handle, Duration timeout) {
       leave(std::move(driver));
     }
   }
-  hand_over();  // it may have been this caller whom the last driver chose to follow it
+  if (slept) hand_over();  // it may have been this caller whom the last driver chose to follow it
   return done();
 }
 
@@ -289,10 +291,8 @@ void Engine::take_events(TimePoint now) {
   for (Event& event : events) {
     if (auto* submission = std::get_if<Submission>(&event)) {
       progress_.submit(std::move(submission->call), now);
-    } else if (auto* reject = std::get_if<Reject>(&event)) {
-      progress_.reject(std::move(*reject), now);
     } else {
-      progress_.leave(now);
+      progress_.reject(std::get<Reject>(std::move(event)), now);
     }
   }
   for (const LocalCallPtr& call : blocked) progress_.blocked(*call, now);
@@ -420,7 +420,7 @@ void Engine::run() {
       mute_idle(true);
       // A driver that leaves from here on unmutes; one that left before did not.
       if (!driver.try_lock()) {
-        waiter_.sleep_idle(until(TimePoint(Duration(idle_until_.load()))));
+        waiter_.sleep_idle(kSlice);  // the driver minds the deadlines
         continue;
       }
       mute_idle(false);

@@ -75,12 +75,11 @@ class Engine {
   std::vector<LogLine> take_messages();
 
  private:
-  struct LeaveCall {};
   struct Submission {
     int64_t handle;
     LocalCallPtr call;
   };
-  using Event = std::variant<Submission, Reject, LeaveCall>;
+  using Event = std::variant<Submission, Reject>;
 
   // What the engine adds to a call.
   struct Pending {
