@@ -108,8 +108,8 @@ def main() -> None:
 
     if hvd.rank() == 0:
         print(
-            f"{hvd.size()} processes, {len(train)} training and {len(test)} test images, "
-            f"{steps} steps of {args.batch_size * hvd.size()} images an epoch"
+            f"{hvd.size()} process{'es' if hvd.size() > 1 else ''}, {len(train)} training images, "
+            f"{len(test)} for the test, {steps} steps of {args.batch_size * hvd.size()} an epoch"
         )
     for epoch in range(args.epochs):
         net.train()

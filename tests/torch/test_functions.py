@@ -60,7 +60,7 @@ def test_broadcast_parameters_refuses_other_things() -> None:
     tensors = {f"{i}": torch.zeros(2) for i in range(5)}
     if hvd.rank() == 1:
         tensors["2"] = torch.zeros(2, device="meta")
-    with pytest.raises((ValueError, hvd.HorovodInternalError), match=r"broadcast\.2"):
+    with pytest.raises((ValueError, hvd.HorovodInternalError), match='broadcast "2"'):
         hvd.broadcast_parameters(tensors, root_rank=0)
     hvd.broadcast_parameters({f"{i}": torch.zeros(2) for i in range(5)}, root_rank=0)
 

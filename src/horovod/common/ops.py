@@ -200,7 +200,8 @@ class Call:
         self._engine.reject(self.op.kind, self.name, self._set, f"{type(error).__name__}: {error}")
         if kind is ValueError or kind is TypeError:
             where = f"[horovod {basics.rank()}/{basics.size()}] {self.op.name}"
-            raise kind(f'{where} "{self.name}": {error}') from error
+            label = self.name.removeprefix(f"{self.op.name}.")  # as the engine's own errors say it
+            raise kind(f'{where} "{label}": {error}') from error
 
     def submit(
         self,
@@ -300,11 +301,15 @@ def poll(handle: int) -> bool:
 
     Raises:
         ValueError: the handle is unknown or was synchronized already.
+        HorovodInternalError: this is a forked child.
     """
     pending = _calls.pending.get(handle)
     if pending is None:
         raise ValueError(f"handle {handle!r} is unknown or was synchronized already")
-    return bool(pending.engine.poll(pending.ticket))
+    try:
+        return bool(pending.engine.poll(pending.ticket))
+    except basics.Failure as failure:
+        raise _exception(failure, pending.name) from None
 
 
 # The engine comes back sooner for signals; this only bounds a single call into it.

@@ -1,0 +1,82 @@
+"""The public names of ``horovod.torch`` and their signatures, as Horovod 0.28 programs use them.
+
+``G`` stands for ``global_process_set``, ``C`` for ``Compression.none``, ``A`` for ``Average``.
+Written from the compatibility text; a default may not change, an argument may not move.
+"""
+
+from __future__ import annotations
+
+REDUCE = (
+    "average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=G"
+)
+REDUCE_SYNC = REDUCE.replace("op=None", "compression=C, op=None")
+SCATTER = "name=None, op=A, process_set=G, prescale_factor=1.0, postscale_factor=1.0"
+SCATTER_SYNC = SCATTER.replace("op=A", "compression=C, op=A")
+GATHER = "name=None, process_set=G"
+BROADCAST = "tensor, root_rank, name=None, process_set=G"
+
+QUERIES = """
+    rank size local_rank local_size cross_rank cross_size mpi_threads_supported
+    mpi_enabled mpi_built gloo_enabled gloo_built nccl_built ddl_built ccl_built cuda_built
+    rocm_built
+"""
+
+SIGNATURES = {
+    "allreduce": f"tensor, {REDUCE_SYNC}",
+    "allreduce_async": f"tensor, {REDUCE}",
+    "allreduce_": f"tensor, {REDUCE}",
+    "allreduce_async_": f"tensor, {REDUCE}",
+    "grouped_allreduce": f"tensors, {REDUCE_SYNC}",
+    "grouped_allreduce_async": f"tensors, {REDUCE}",
+    "grouped_allreduce_": f"tensors, {REDUCE}",
+    "grouped_allreduce_async_": f"tensors, {REDUCE}",
+    "allgather": f"tensor, {GATHER}",
+    "allgather_async": f"tensor, {GATHER}",
+    "grouped_allgather": f"tensors, {GATHER}",
+    "grouped_allgather_async": f"tensors, {GATHER}",
+    "broadcast": BROADCAST,
+    "broadcast_async": BROADCAST,
+    "broadcast_": BROADCAST,
+    "broadcast_async_": BROADCAST,
+    "alltoall": "tensor, splits=None, name=None, process_set=G",
+    "alltoall_async": "tensor, splits=None, name=None, process_set=G",
+    "reducescatter": f"tensor, {SCATTER_SYNC}",
+    "reducescatter_async": f"tensor, {SCATTER}",
+    "grouped_reducescatter": f"tensors, {SCATTER_SYNC}",
+    "grouped_reducescatter_async": f"tensors, {SCATTER}",
+    "join": "device=-1",
+    "barrier": "process_set=G",
+    "poll": "handle",
+    "synchronize": "handle",
+    "DistributedOptimizer": "optimizer, named_parameters=None, compression=C, "
+    "backward_passes_per_step=1, op=A, gradient_predivide_factor=1.0, num_groups=0, groups=None, "
+    "sparse_as_dense=False, process_set=G",
+    "broadcast_parameters": "params, root_rank",
+    "broadcast_optimizer_state": "optimizer, root_rank, model=None",
+    "broadcast_object": "obj, root_rank=0, name=None, process_set=G",
+    "allgather_object": "obj, name=None",
+    "init": "comm=None, process_sets=None",
+    "shutdown": "",
+    "is_initialized": "",
+    "start_timeline": "file_path, mark_cycles=False",
+    "stop_timeline": "",
+    **dict.fromkeys(QUERIES.split(), ""),
+    "add_process_set": "process_set",
+    "remove_process_set": "process_set",
+    "_check_has_gpu": "",
+}
+
+OTHERS = {
+    "Average": 0,
+    "Sum": 1,
+    "Adasum": 2,
+    "Min": 3,
+    "Max": 4,
+    "Product": 5,
+    "ProcessSet": None,
+    "global_process_set": None,
+    "Compression": None,
+    "HorovodInternalError": None,
+}
+
+NOT_YET = {"SyncBatchNorm", "elastic", "sparse_allreduce_async"}

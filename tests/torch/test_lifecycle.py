@@ -1,0 +1,247 @@
+"""Starting, ending, forking and dying: nothing hangs, nothing leaks, errors say who."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import horovod.torch as hvd
+from horovod.common.exceptions import PeerLostError, ShutdownError
+
+LAUNCHER = (sys.executable, "-m", "horovod.runner")
+
+
+def held() -> tuple[int, int, int]:
+    """Threads, descriptors and mappings of this process."""
+    with open("/proc/self/maps") as maps:
+        mappings = sum(1 for _ in maps)
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), mappings
+
+
+@pytest.mark.np(1, 2)
+def test_init_and_shutdown_again_and_again() -> None:
+    place = hvd.rank(), hvd.size()
+    for cycle in range(50):
+        hvd.shutdown()
+        hvd.shutdown()
+        assert not hvd.is_initialized()
+        hvd.init()
+        hvd.init()
+        assert (hvd.rank(), hvd.size()) == place
+        one = torch.ones(100)
+        assert hvd.allreduce(one, op=hvd.Sum).sum().item() == 100 * hvd.size()
+        hvd.allgather(one)
+        hvd.broadcast_(one, 0)
+        if cycle == 9:
+            before = held()
+    threads, descriptors, mappings = held()
+    assert (threads, descriptors) == before[:2]
+    assert mappings <= before[2] + 4, (before, mappings)  # the allocator's own may still grow
+
+
+@pytest.mark.np(2)
+def test_init_in_a_thread() -> None:
+    hvd.shutdown()
+    thread = threading.Thread(target=hvd.init)
+    thread.start()
+    thread.join()
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [2.0, 2.0]
+
+
+@pytest.mark.np(2)
+def test_handles_that_outlive_their_engine() -> None:
+    done = hvd.allreduce_async(torch.ones(3), name="done")
+    pending = hvd.allreduce_async(torch.ones(3), name=f"only on {hvd.rank()}")
+    while not hvd.poll(done):
+        time.sleep(0.001)
+    hvd.barrier()
+    hvd.shutdown()
+    with pytest.raises(ShutdownError):
+        hvd.synchronize(pending)
+    hvd.init()
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [2.0, 2.0]
+    assert hvd.synchronize(done) is None
+
+
+@pytest.mark.np(2)
+def test_a_forked_child_is_inert() -> None:
+    pending = hvd.allreduce_async(torch.ones(1000), name="pending")
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = []
+        for call in (
+            lambda: hvd.allreduce(torch.ones(1)),
+            lambda: hvd.synchronize(pending),
+            lambda: hvd.poll(pending),
+            hvd.barrier,
+            lambda: hvd.broadcast_object(1),
+            hvd.init,
+        ):
+            try:
+                call()
+                said.append("nothing")
+            except ShutdownError as error:
+                said.append("forked" if "forked" in str(error) else str(error))
+        os.write(write, " ".join([*said, str(hvd.rank() >= 0)]).encode())
+        try:
+            sys.exit(0)  # runs what atexit holds
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as file:
+        said = file.read().split()
+    assert said == ["forked"] * 6 + ["True"]
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    hvd.synchronize(pending)
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [2.0, 2.0]
+
+
+def square(x: int) -> int:
+    return x * x
+
+
+@pytest.mark.np(2)
+def test_data_loaders_of_every_kind() -> None:
+    data = TensorDataset(torch.arange(16.0))
+    for kind in ("fork", "forkserver", "spawn"):
+        loader = DataLoader(data, batch_size=4, num_workers=2, multiprocessing_context=kind)
+        for (batch,) in loader:
+            hvd.allreduce(batch, name="batch")
+        if kind != "fork":  # these take seconds to start: once is enough
+            break
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.map(square, [1, 2, 3]) == [1, 4, 9]
+        assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [2.0, 2.0]
+
+
+def job(tmp_path: Path, n: int, text: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, sys, threading, time\nimport torch\n"
+        "import horovod.torch as hvd\nhvd.init()\nr = hvd.rank()\n" + text
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_")}
+    return subprocess.run(
+        [*LAUNCHER, "-np", str(n), sys.executable, str(script)],
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def test_a_killed_rank_with_loader_workers_is_named_within_a_second(tmp_path: Path) -> None:
+    done = job(
+        tmp_path,
+        3,
+        """
+from torch.utils.data import DataLoader
+if r == 1:
+    loader = iter(DataLoader(list(range(10**6)), num_workers=4, prefetch_factor=2))
+    next(loader)
+hvd.barrier()
+started = time.monotonic()
+if r == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+for call in (lambda: hvd.allreduce(torch.ones(3)), lambda: hvd.allgather(torch.ones(3))):
+    try:
+        call()
+        print("NO ERROR")
+    except hvd.HorovodInternalError as error:
+        took = time.monotonic() - started
+        print(f"{type(error).__name__} rank={error.rank} soon={took < 1.5}", flush=True)
+os._exit(0)
+""",
+    )
+    assert done.returncode == 128 + signal.SIGKILL, done.stderr
+    assert done.stdout.count("PeerLostError rank=1 soon=True") == 4, done.stdout + done.stderr
+
+
+def test_every_way_to_exit_with_operations_in_flight(tmp_path: Path) -> None:
+    done = job(
+        tmp_path,
+        4,
+        """
+handles = [hvd.allreduce_async(torch.ones(10**5), name=str(i)) for i in range(20)]
+hvd.allreduce_async(torch.ones(3), name=f"only on {r}")
+if r == 1:
+    threading.Thread(target=lambda: time.sleep(0.5)).start()
+elif r == 2:
+    os._exit(0)
+elif r == 3:
+    hvd.shutdown()
+print("started at", time.time(), flush=True)
+""",
+    )
+    ended = time.time()
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    last = max(float(line.split()[-1]) for line in done.stdout.splitlines() if "started" in line)
+    assert ended - last < 8
+
+
+def test_an_exception_with_operations_in_flight_is_the_cause(tmp_path: Path) -> None:
+    done = job(
+        tmp_path,
+        2,
+        """
+hvd.allreduce_async(torch.ones(3), name=f"only on {r}")
+if r == 1:
+    raise KeyError("the cause")
+hvd.allreduce(torch.ones(3))
+""",
+    )
+    assert done.returncode == 1
+    assert "KeyError: 'the cause'" in done.stderr
+    assert f"{PeerLostError.__name__}: " in done.stderr and "rank 1" in done.stderr
+
+
+def test_torch_must_be_there(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('not here')\n")
+    done = subprocess.run(
+        [sys.executable, "-c", "import horovod.torch"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "horovod.torch needs PyTorch" in done.stderr and "pip install" in done.stderr
+
+
+def test_python_threads_run_while_another_waits(run_in: Callable[..., list[Any]]) -> None:
+    run_in(2, waits)
+
+
+def waits() -> None:
+    """Rank 0 waits for rank 1, which starts only when rank 0's other thread says so."""
+    ticks = 0
+    stop = threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not stop.is_set():
+            ticks += 1
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    if hvd.rank() == 1:
+        time.sleep(0.5)
+    hvd.allreduce(torch.ones(1), name="late")
+    stop.set()
+    thread.join()
+    assert ticks > 50
