@@ -89,7 +89,12 @@ class Generator {
     o.plan_hash = rng_();
     if (percent(rng_, 10)) o.min_cycle = std::chrono::milliseconds(5);
     if (percent(rng_, 20)) o.stall_warning = {};
-    if (percent(rng_, 15)) o.stall_shutdown = std::chrono::seconds(one_of<int>(rng_, {30, 55, 90}));
+    if (percent(rng_, 20)) {
+      o.stall_shutdown = std::chrono::seconds(one_of<int>(rng_, {30, 90}));
+      // The deadlock time would always be over first; without it, the limit has to count.
+      const bool counts = o.stall_shutdown >= o.stall_warning;
+      if (counts && percent(rng_, 60)) o.deadlock = {};
+    }
     for (int32_t rank = 0; rank < size_; ++rank) {
       job_.speed.push_back(percent(rng_, 20) ? 5 : 100);
     }

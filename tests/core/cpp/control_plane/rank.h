@@ -21,9 +21,10 @@ class Broken : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-inline void require(bool holds, const std::string& law) {
+inline void require(bool holds, const char* law) {
   if (!holds) throw Broken(law);
 }
+inline void require(bool holds, const std::string& law) { require(holds, law.c_str()); }
 
 class SimRank {
  public:
