@@ -426,10 +426,12 @@ def test_join_lets_others_go_on() -> None:
             one = torch.ones(4)
             same(hvd.allreduce(one, name=f"step.{step % 2}"), one * (0.5 if alone else 1))
             half = torch.ones(4, dtype=torch.float16)
+            same(hvd.allreduce(one, op=hvd.Sum), one * (1 if alone else 2))
             results = hvd.grouped_allreduce([half, one], name=f"pair.{step % 2}", op=hvd.Sum)
             same(results[0], half * (1 if alone else 2))
             same(results[1], one * (1 if alone else 2))
         assert hvd.join() == (round_ + 1) % 2
+        same(hvd.allreduce(torch.ones(4), op=hvd.Sum), torch.full((4,), 2.0))
 
 
 @pytest.mark.np(3)
