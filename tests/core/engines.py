@@ -44,8 +44,11 @@ class Failed(Exception):
 class Rank:
     """One rank: the engine, and blocking calls on NumPy arrays (bfloat16: uint16, dtypes=[10])."""
 
-    def __init__(self, rank: int, size: int, engine: Any) -> None:
+    def __init__(
+        self, rank: int, size: int, engine: Any, sockets: list[socket.socket] | None = None
+    ) -> None:
         self.rank, self.size, self.engine = rank, size, engine
+        self.sockets = sockets if sockets is not None else []
 
     def submit(
         self,
@@ -90,8 +93,22 @@ class Rank:
         self.call(ALLREDUCE, name, [array], [out], **kwargs)
         return out
 
-    def barrier(self, name: str = "barrier") -> None:
-        self.call(BARRIER, name, [])
+    def barrier(self, name: str = "barrier", **kwargs: Any) -> None:
+        self.call(BARRIER, name, [], **kwargs)
+
+    def join(self) -> int:
+        return self.call(JOIN, "join", []).value
+
+    def add_set(self, ranks: list[int]) -> int:
+        return self.finish(self.engine.add_process_set(ranks)).value
+
+    def remove_set(self, set_id: int) -> None:
+        self.finish(self.engine.remove_process_set(set_id))
+
+    def cut(self) -> None:
+        """Ends its connections without a word, as if the process had died."""
+        for end in self.sockets:
+            end.shutdown(socket.SHUT_RDWR)
 
 
 def default_plan(**changes: int) -> dict[str, int]:
@@ -100,14 +117,25 @@ def default_plan(**changes: int) -> dict[str, int]:
 
 @contextmanager
 def engines(
-    size: int, plan: dict[str, int] | None = None, options: dict[str, Any] | None = None
+    size: int,
+    plan: dict[str, int] | None = None,
+    options: dict[str, Any] | None = None,
+    *,
+    plans: list[dict[str, int]] | None = None,
+    breakable: bool = False,
 ) -> Iterator[list[Rank]]:
-    """Ranks 0 to size-1, ready; shut down in good order at the end."""
+    """Ranks 0 to size-1, ready; shut down in good order at the end.
+
+    `plans` gives each rank its own. Only `breakable` ranks can be cut() off: the test then keeps
+    their connections open, so that the end of an engine isn't seen by its closed connection.
+    """
     plan = plan if plan is not None else default_plan()
+    plans = plans if plans is not None else [plan] * size
     options = options if options is not None else {}
     segments, bells, fds = [], [], []
     sockets = [[-1] * size for _ in range(size)]
-    ends = []
+    ends: list[socket.socket] = []
+    ends_of: list[list[socket.socket]] = [[] for _ in range(size)]
     for r in range(size):
         fd = os.memfd_create(f"segment{r}", os.MFD_CLOEXEC)
         os.posix_fallocate(fd, 0, _core.segment_bytes(size, plan["outbox_bytes"]))
@@ -116,6 +144,8 @@ def engines(
         for y in range(r):
             a, b = socket.socketpair()
             ends += [a, b]
+            ends_of[r].append(a)
+            ends_of[y].append(b)
             sockets[r][y], sockets[y][r] = a.fileno(), b.fileno()
     fds = segments + bells
     try:
@@ -133,21 +163,27 @@ def engines(
                         "sockets": sockets[r],
                         "pidfds": [-1] * size,
                     },
-                    plan,
+                    plans[r],
                     options,
                 ),
+                ends_of[r] if breakable else None,
             )
             for r in range(size)
         ]
     finally:
         for fd in fds:
             os.close(fd)
-        for end in ends:
+        for end in ends if not breakable else []:
             end.close()
     try:
         yield ranks
     finally:
-        run(ranks, lambda rank: rank.engine.shutdown("", 2.0))
+        run(
+            [rank for rank in ranks if rank.engine is not None],
+            lambda rank: rank.engine.shutdown("", 2.0),
+        )
+        for end in ends:
+            end.close()
 
 
 def run(ranks: list[Rank], body: Callable[[Rank], Any], timeout_s: float = 50.0) -> list[Any]:
