@@ -169,6 +169,16 @@ void more_than_two_values_name_all_ranks() {
   CHECK_EQ(error.rank, 5);
 }
 
+void a_kind_that_the_name_starts_with_is_said_once() {
+  Lab lab(2);
+  lab.announce(0, call("allreduce.conv1.weight"));
+  lab.announce(1, call("allreduce.conv1.weight", OpKind::Allreduce, {5}));
+  CHECK(contains(lab.error().text, "allreduce \"conv1.weight\": shape: "));
+  lab.announce(0, call("allreduce."));
+  lab.announce(1, call("allreduce.", OpKind::Allreduce, {5}));
+  CHECK(contains(lab.error().text, "allreduce \"allreduce.\": shape: "));
+}
+
 void between_two_ranks_nobody_is_blamed() {
   Lab lab(2);
   lab.announce(0, call("x"));
@@ -257,6 +267,7 @@ int main() {
   the_first_difference_in_the_documented_order_is_reported();
   a_0d_reducescatter_is_refused();
   more_than_two_values_name_all_ranks();
+  a_kind_that_the_name_starts_with_is_said_once();
   between_two_ranks_nobody_is_blamed();
   texts_stay_short();
   scales_are_equal_if_their_bits_are();
