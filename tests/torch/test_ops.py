@@ -351,8 +351,12 @@ def test_handles() -> None:
     for unknown in (first, 10**9):
         with pytest.raises(ValueError, match="unknown"):
             hvd.poll(unknown)
+    if hvd.rank() == 1:
+        hvd.barrier()
     handles = [hvd.allreduce_async(torch.ones(10**5), name=f"{i}") for i in range(20)]
-    assert not all(hvd.poll(handle) for handle in handles)
+    if hvd.rank() == 0:
+        assert not any(hvd.poll(handle) for handle in handles)
+        hvd.barrier()
     for handle in handles:
         while not hvd.poll(handle):
             pass
@@ -398,6 +402,27 @@ def test_eight_threads_at_once() -> None:
     for thread in threads:
         thread.join()
     assert not failures, failures
+
+
+@pytest.mark.np(2)
+def test_one_of_several_waiting_threads_gets_the_result() -> None:
+    for i in range(20):
+        if hvd.rank() == 1:
+            hvd.barrier()
+        handle = hvd.allreduce_async(torch.ones(1), name="shared")
+        results: list[object] = []
+        threads = [
+            threading.Thread(target=lambda: results.append(hvd.synchronize(handle)))  # noqa: B023
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        if hvd.rank() == 0:
+            hvd.barrier()
+        for thread in threads:
+            thread.join()
+        assert len(results) == 4
+        assert sum(result is not None for result in results) == 1, i
 
 
 @pytest.mark.np(2)

@@ -374,6 +374,22 @@ def test_loading_state_with_gradients_in_flight() -> None:
 
 
 @pytest.mark.np(2)
+def test_it_survives_a_new_engine() -> None:
+    model = net()
+    optimizer = wrap(model)
+    loss_of(model, data(hvd.rank())).backward()
+    hvd.shutdown()
+    hvd.init()
+    handles = [hvd.allreduce_async(torch.ones(1), name=f"{i}") for i in range(4)]
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.zero_grad()
+    loss_of(model, data(hvd.rank())).backward()
+    optimizer.step()
+    same_on_all(model)
+    assert [hvd.synchronize(handle).item() for handle in handles] == [1.0] * 4
+
+
+@pytest.mark.np(2)
 def test_a_group_added_later_is_reduced() -> None:
     first, second = net(0), net(1)
     optimizer = wrap(first)

@@ -120,10 +120,12 @@ class _Calls:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.engine: Any = None
+        self.runs = 0
         self.restart(None)
 
     def restart(self, engine: Any) -> None:
         self.engine = engine
+        self.runs += 1
         self.handles = itertools.count(1)
         self.pending: dict[int, _Pending] = {}
         self.unnamed: dict[tuple[int, str], itertools.count[int]] = {}
@@ -350,9 +352,18 @@ def synchronize(handle: int) -> Any:
         result = pending.engine.take(pending.ticket)
     except basics.Failure as failure:
         raise _exception(failure, pending.name) from None
+    except ValueError:  # the engine no longer knows it: another thread took it while we waited
+        if _calls.pending.get(handle) is pending:
+            raise
+        return None
     if result.kind:
         raise basics.exception(result.kind, result.text, result.rank, pending.name)
     return pending.finish(result)
+
+
+def run() -> int:
+    """A number that changes when handles lose their meaning, that is with a new engine."""
+    return _calls.runs
 
 
 def _exception(failure: basics.Failure, op: str) -> Exception:

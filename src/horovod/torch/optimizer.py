@@ -79,6 +79,7 @@ class _Distributed(torch.optim.Optimizer):
         self._prefix = _registry.prefix(self._parameter_names.values())
         self._allreduce_delay: dict[torch.Tensor, int] = {}  # backward passes until its reduction
         self._handles: dict[torch.Tensor, tuple[int, Any]] = {}  # in flight, with the context
+        self._run = ops.run()  # that the handles belong to
         self._hooks: list[Any] = []
         self._synchronized = False
         self._skipping = False
@@ -118,6 +119,7 @@ class _Distributed(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         """Waits out what is in flight and starts a new window of backward passes."""
+        self._drop_stale()
         try:
             ops.synchronize_all(handle for handle, _ in self._handles.values())
         except HorovodInternalError as error:  # elastic training loads state because of it
@@ -126,12 +128,19 @@ class _Distributed(torch.optim.Optimizer):
         self._synchronized = False
         self._restart_window()
 
+    def _drop_stale(self) -> None:
+        """Forgets handles of an engine before the present one."""
+        if self._handles and self._run != ops.run():
+            self._handles.clear()
+            self._restart_window()
+
     def _restart_window(self) -> None:
         for parameter in self._allreduce_delay:
             self._allreduce_delay[parameter] = self.backward_passes_per_step
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         name = self._parameter_names[parameter]
+        self._drop_stale()
         if parameter in self._handles:
             raise AssertionError(
                 f"gradient of {name} was computed more than backward_passes_per_step="
@@ -163,6 +172,7 @@ class _Distributed(torch.optim.Optimizer):
             process_set=self.process_set,
         )
         self._handles[parameter] = (handle, context)
+        self._run = ops.run()
 
     def synchronize(self) -> None:
         """Waits until every gradient is reduced, and starts those that are not under way.
@@ -179,6 +189,7 @@ class _Distributed(torch.optim.Optimizer):
                 "another DistributedOptimizer was made over the same parameters: use that"
             )
         self._watch()
+        self._drop_stale()
         first: Exception | None = None
         for parameter in self._allreduce_delay:
             if parameter not in self._handles:
@@ -262,6 +273,7 @@ class _Distributed(torch.optim.Optimizer):
         Raises:
             AssertionError: a gradient is being reduced.
         """
+        self._drop_stale()
         if self._handles:
             raise AssertionError(
                 "zero_grad() was called between backward() and step() or synchronize(), "
