@@ -157,10 +157,10 @@ Plan to_plan(nb::dict dict) {
   plan.join_all_ops = d.take("join_all_ops", int{plan.join_all_ops}) != 0;
   plan.disable_group_fusion = d.take("disable_group_fusion", int{plan.disable_group_fusion}) != 0;
   d.finish();
-  if (plan.segment_bytes == 0 || plan.outbox_bytes < 4 * kAlignment ||
-      plan.outbox_bytes % (4 * kAlignment) != 0) {
+  if (plan.segment_bytes == 0 || plan.outbox_bytes == 0 ||
+      plan.outbox_bytes % (8 * kAlignment) != 0) {
     throw Error(ErrorKind::InvalidArgument,
-                "segment_bytes must be positive and outbox_bytes a multiple of 256");
+                "segment_bytes must be positive and outbox_bytes a multiple of 512");
   }
   return plan;
 }
@@ -180,6 +180,11 @@ EngineOptions to_options(int32_t rank, int32_t size, std::vector<std::string> na
                                                 std::to_string(names.size()) + " names");
   }
   const Plan plan = to_plan(std::move(plan_dict));
+  // A segment has a line for each rank, and must fit a slot.
+  if (plan.outbox_bytes < 8 * kAlignment * static_cast<uint64_t>(size)) {
+    throw Error(ErrorKind::InvalidArgument,
+                "outbox_bytes is less than 512 for each of " + std::to_string(size) + " ranks");
+  }
   Dict links(std::move(local), "the links");
   const auto segments = links.take<std::vector<int>>("segments");
   const auto doorbells = links.take<std::vector<int>>("doorbells");

@@ -157,8 +157,9 @@ class Shm final : public Transport {
     }
   }
 
-  // Two slots fit an arena: one is written while the other is read.
-  uint64_t max_slot_bytes() const override { return outbox_bytes_ / 4 / kAlignment * kAlignment; }
+  // Four slots fit an arena. An allreduce has the chunks of two segments and their results on the
+  // way at once, and slots that don't wrap waste some room: with two it could wait for itself.
+  uint64_t max_slot_bytes() const override { return outbox_bytes_ / 8 / kAlignment * kAlignment; }
 
   std::byte* reserve(std::span<const int32_t> to, uint64_t bytes, bool oldest) override {
     Arena& arena = arenas_[oldest ? kOldest : kYounger];

@@ -25,7 +25,7 @@ using Rng = std::mt19937_64;
 using Vector = std::vector<uint64_t>;  // one number per line
 using Bytes = std::vector<uint64_t>;   // counts of bytes, by rank
 
-constexpr uint64_t kSegment = 4 * kAlignment;
+uint64_t segment_bytes = 0;  // what all schedules are made for; main() tries several
 constexpr uint64_t kUnwritten = 0xdead;
 constexpr size_t kMeshWindow = 64;
 
@@ -41,7 +41,7 @@ struct Case {
   std::vector<Vector> in, expected;
   bool in_place = false;
 
-  Place place(int32_t rank) const { return {rank, size, kSegment}; }
+  Place place(int32_t rank) const { return {rank, size, segment_bytes}; }
 };
 
 // How ranks take their turns and how far ahead they look.
@@ -49,7 +49,7 @@ struct Executor {
   const char* name;
   size_t window;  // steps after the first unfinished one that may run
   bool random;    // the ready step to run is drawn, else the first
-  bool tight;     // the outbox holds four slots of a segment, the least that a transport may have
+  bool tight;     // the room for slots is the least that a transport may give
 };
 constexpr size_t kAll = ~size_t{0};
 constexpr Executor kExecutors[] = {
@@ -114,7 +114,7 @@ class Simulation {
       : case_(c), executor_(executor), rng_(seed), in_(c.in), channels_(pairs()), ids_(pairs()) {
     const auto n = static_cast<size_t>(c.size);
     for (size_t r = 0; r < n; ++r) out_.emplace_back(c.expected[r].size(), kUnwritten);
-    outboxes_.assign(n, Outbox(executor.tight ? 4 * kSegment : 0));
+    outboxes_.assign(n, Outbox(executor.tight ? room() : 0));
     done_.resize(n);
     clock_.resize(n);
     finished_at_.resize(n);
@@ -160,6 +160,10 @@ class Simulation {
   }
 
  private:
+  // Four slots of a segment, or of a line for each rank.
+  uint64_t room() const {
+    return 4 * std::max(segment_bytes, static_cast<uint64_t>(case_.size) * kAlignment);
+  }
   size_t pairs() const { return static_cast<size_t>(case_.size * case_.size); }
   size_t pair(int32_t from, int32_t to) const {
     return static_cast<size_t>(from * case_.size + to);
@@ -412,7 +416,7 @@ void check_form(const Case& c) {
       CHECK(s.bytes > 0 && s.bytes % kAlignment == 0);
       CHECK(s.in % kAlignment == 0 && s.out % kAlignment == 0);
       CHECK(s.after < static_cast<int32_t>(i));
-      CHECK(s.kind == StepKind::Copy || s.bytes <= kSegment);
+      CHECK(s.kind == StepKind::Copy || s.bytes <= segment_bytes);
       CHECK(s.kind != StepKind::Store || peers.size() == 1);
       CHECK(s.kind != StepKind::Send || !peers.empty());
       for (const int32_t peer : peers) {
@@ -443,27 +447,30 @@ void check_case(const Case& c) {
 }
 
 constexpr int32_t kSizes[] = {1, 2, 3, 4, 5, 6, 8};
-constexpr uint64_t kCounts[] = {0,
-                                kAlignment,
-                                kSegment - kAlignment,
-                                kSegment,
-                                kSegment + kAlignment,
-                                3 * kSegment,
-                                7 * kSegment,
-                                5 * kSegment + 3 * kAlignment,
-                                31 * kSegment + kAlignment};
+std::vector<uint64_t> counts() {
+  return {0,
+          kAlignment,
+          segment_bytes - kAlignment,
+          segment_bytes,
+          segment_bytes + kAlignment,
+          3 * segment_bytes,
+          7 * segment_bytes,
+          5 * segment_bytes + 3 * kAlignment,
+          23 * segment_bytes + kAlignment};
+}
 
 std::vector<Bytes> chunkings(int32_t n) {
   const auto size = static_cast<size_t>(n);
   std::vector<Bytes> all;
-  for (const uint64_t bytes : {uint64_t{0}, kAlignment, kSegment, 3 * kSegment + kAlignment}) {
+  for (const uint64_t bytes :
+       {uint64_t{0}, kAlignment, segment_bytes, 3 * segment_bytes + kAlignment}) {
     all.emplace_back(size, bytes);
   }
   Rng rng(static_cast<uint64_t>(n));
   Bytes first(size), last(size), rising(size);
-  first.front() = 5 * kSegment;
-  last.back() = 2 * kSegment + kAlignment;
-  for (size_t r = 0; r < size; ++r) rising[r] = r * kSegment * 3 / 4 / kAlignment * kAlignment;
+  first.front() = 5 * segment_bytes;
+  last.back() = 2 * segment_bytes + kAlignment;
+  for (size_t r = 0; r < size; ++r) rising[r] = r * segment_bytes * 3 / 4 / kAlignment * kAlignment;
   all.insert(all.end(), {first, last, rising});
   for (int k = 0; k < 4; ++k) {
     Bytes random(size);
@@ -475,7 +482,7 @@ std::vector<Bytes> chunkings(int32_t n) {
 
 void test_values() {
   for (const int32_t n : kSizes) {
-    for (const uint64_t bytes : kCounts) {
+    for (const uint64_t bytes : counts()) {
       for (const bool in_place : {false, true}) {
         check_case(allreduce_case(true, n, bytes, in_place));
         check_case(allreduce_case(false, n, bytes, in_place));
@@ -510,7 +517,7 @@ void test_costs() {
   for (const int32_t n : {2, 3, 4, 5, 6, 8}) {
     const auto peers = static_cast<uint64_t>(n - 1), size = static_cast<uint64_t>(n);
     for (const uint64_t segments : {1, 2, 7}) {
-      const uint64_t bytes = segments * kSegment;
+      const uint64_t bytes = segments * segment_bytes;
 
       // One latency; each rank writes once what all read.
       Cost c = cost_of(allreduce_case(true, n, bytes, false), eager);
@@ -528,7 +535,7 @@ void test_costs() {
       CHECK_EQ(sum(c.delivered), 2 * peers * bytes);
       CHECK_EQ(sum(c.written), size * bytes);
       CHECK(cost_of(chunked, in_order).rounds <= segments + 1);
-      if (kSegment % (size * kAlignment) == 0) {
+      if (segment_bytes % (size * kAlignment) == 0) {
         CHECK(c.received == Bytes(size, 2 * peers * (bytes / size)));
         CHECK(c.delivered == Bytes(size, 2 * peers * (bytes / size)));
       }
@@ -565,7 +572,7 @@ void test_rotation() {
   constexpr uint64_t kSegments = 3;
   for (const int32_t n : {2, 3, 5, 6, 8, 13}) {
     const auto size = static_cast<size_t>(n);
-    const Case c = alltoall_case(std::vector<Bytes>(size, Bytes(size, kSegments * kSegment)));
+    const Case c = alltoall_case(std::vector<Bytes>(size, Bytes(size, kSegments * segment_bytes)));
     for (int32_t r = 0; r < n; ++r) {
       std::vector<int32_t> to, from;
       const Schedule& schedule = c.schedules[static_cast<size_t>(r)];
@@ -592,8 +599,12 @@ void test_rotation() {
 }  // namespace horovod
 
 int main() {
-  horovod::test_values();
-  horovod::test_costs();
-  horovod::test_rotation();
-  std::cout << horovod::cases << " cases in " << horovod::runs << " runs\n";
+  using namespace horovod;
+  for (const uint64_t lines : {3, 4, 7, 16}) {
+    segment_bytes = lines * kAlignment;
+    test_values();
+    test_costs();
+    test_rotation();
+  }
+  std::cout << cases << " cases in " << runs << " runs\n";
 }
