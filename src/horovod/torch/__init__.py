@@ -40,6 +40,16 @@ from horovod.common.process_sets import (
     remove_process_set,
 )
 from horovod.torch.compression import Compression
+from horovod.torch.differentiable import (
+    allgather,
+    allreduce,
+    alltoall,
+    broadcast,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_reducescatter,
+    reducescatter,
+)
 from horovod.torch.functions import (
     allgather_object,
     broadcast_object,
@@ -53,29 +63,21 @@ from horovod.torch.ops import (
     Min,
     Product,
     Sum,
-    allgather,
     allgather_async,
-    allreduce,
     allreduce_,
     allreduce_async,
     allreduce_async_,
-    alltoall,
     alltoall_async,
     barrier,
-    broadcast,
     broadcast_,
     broadcast_async,
     broadcast_async_,
-    grouped_allgather,
     grouped_allgather_async,
-    grouped_allreduce,
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
-    grouped_reducescatter,
     grouped_reducescatter_async,
     join,
-    reducescatter,
     reducescatter_async,
 )
 from horovod.torch.optimizer import DistributedOptimizer

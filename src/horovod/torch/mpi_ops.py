@@ -1,4 +1,4 @@
-"""The older name of ``horovod.torch.ops``, which scripts import; must not define anything new."""
+"""All operations under the older name that scripts import; must not define anything new."""
 
 from horovod.common import basics as _basics
 from horovod.common.basics import (
@@ -34,6 +34,16 @@ from horovod.common.process_sets import (
     global_process_set,
     remove_process_set,
 )
+from horovod.torch.differentiable import (
+    allgather,
+    allreduce,
+    alltoall,
+    broadcast,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_reducescatter,
+    reducescatter,
+)
 from horovod.torch.ops import (
     Adasum,
     Average,
@@ -41,29 +51,21 @@ from horovod.torch.ops import (
     Min,
     Product,
     Sum,
-    allgather,
     allgather_async,
-    allreduce,
     allreduce_,
     allreduce_async,
     allreduce_async_,
-    alltoall,
     alltoall_async,
     barrier,
-    broadcast,
     broadcast_,
     broadcast_async,
     broadcast_async_,
-    grouped_allgather,
     grouped_allgather_async,
-    grouped_allreduce,
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
-    grouped_reducescatter,
     grouped_reducescatter_async,
     join,
-    reducescatter,
     reducescatter_async,
 )
 

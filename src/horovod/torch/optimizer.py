@@ -20,7 +20,8 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.common.ops import ReduceOp
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.torch.compression import Compression
-from horovod.torch.ops import Average, Compressing, allreduce, allreduce_async_
+from horovod.torch.differentiable import allreduce
+from horovod.torch.ops import Average, Compressing, allreduce_async_
 
 
 class _Registry:
