@@ -38,6 +38,7 @@ def broadcast_object(obj: Any, root_rank: int, name: str | None, process_set: Pr
         HorovodInternalError: on every member: pickling or unpickling failed on one, or one is lost.
         ValueError: the root or this rank isn't in the set.
     """
+    basics.engine()  # without init() that is the error, with and without a name
     name = name or ops.next_name(process_set, "object")
     is_root = basics.rank() == root_rank
     data, error = _dump(obj) if is_root else (b"", None)
