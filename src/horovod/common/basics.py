@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
+import itertools
 import json
 import os
 import select
@@ -18,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
@@ -52,6 +53,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "label",
     "local_rank",
     "local_size",
     "mpi_built",
@@ -59,11 +61,13 @@ __all__ = [
     "mpi_threads_supported",
     "nccl_built",
     "rank",
+    "result_of",
     "rocm_built",
     "shutdown",
     "size",
     "start_timeline",
     "stop_timeline",
+    "translated",
 ]
 
 Failure = _core.Failure
@@ -74,7 +78,9 @@ OUTBOX_BYTES = 8 << 20
 _LEAVE_S = 2.0  # how long an orderly shutdown waits for the others
 _LAST_WORDS_S = 0.5  # the same when leaving because of an exception
 _REPORT_S = 2.0  # the most that a report to the launcher may take
-_INVALID_ARGUMENT, _MISMATCH, _SHUTDOWN = 1, 2, 5  # the core's error kinds that mean more here
+_WAIT_S = 1.0  # the engine comes back sooner for signals; this only bounds a single call into it
+# The core's error kinds that mean more here.
+_INVALID_ARGUMENT, _MISMATCH, _SHUTDOWN, _UNAVAILABLE = 1, 2, 5, 6
 _EXCEPTIONS: dict[int, type[HorovodInternalError]] = {
     _MISMATCH: MismatchError,
     3: PeerLostError,
@@ -142,6 +148,11 @@ class _World:
     wires: wiring.Wires
     reported: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def host_of(self, rank: int) -> str | None:
+        """The host of a rank, None if there is no such rank."""
+        names = self.wires.names
+        return names[rank].rpartition(" pid ")[0] if 0 <= rank < len(names) else None
 
     def pass_on(self) -> None:
         """Logs what the engine says, and reports to the launcher if it has failed."""
@@ -336,12 +347,11 @@ def _make_engine(settings: Settings, wires: wiring.Wires) -> Any:
     try:
         return _core.Engine(settings.rank, settings.size, wires.names, local, wires.plan, options)
     except Failure as failure:
-        kind, text, rank = failure.args
-        raise exception(kind, text, rank, "init") from failure
+        raise translated(failure, "init") from failure
 
 
 def exception(kind: int, text: str, rank: int, op: str) -> Exception:
-    """The Python exception for an error of the core.
+    """The Python exception for an error of the core. Any thread may ask, also amid a shutdown.
 
     Args:
         kind: the core's ErrorKind.
@@ -351,14 +361,78 @@ def exception(kind: int, text: str, rank: int, op: str) -> Exception:
     """
     if kind == _INVALID_ARGUMENT:
         return ValueError(text)
-    submitted = text.partition('": ')[2] if kind == _MISMATCH else None
+    if kind == _UNAVAILABLE:
+        return ImportError(text)
+    world = _runtime.world  # read once: another thread may be ending it
     return _EXCEPTIONS.get(kind, HorovodInternalError)(
         text,
         rank=rank if rank >= 0 else None,
-        host=host_of(rank) if is_initialized() else None,
+        host=None if world is None else world.host_of(rank),
         op=op,
-        submitted=submitted or None,
+        submitted=_submitted(text, op) if kind == _MISMATCH else None,
     )
+
+
+def _submitted(text: str, op: str) -> str | None:
+    """What follows the call in ``[horovod 0/2] allreduce "x": ...``; None if that isn't the form.
+
+    A name may hold anything, also quotes and colons, so it is cut off by what it is known to be.
+    The core leaves the operation out of it and shortens a long one.
+    """
+    shown = text.partition(' "')[2]
+    for name in (op, op.partition(".")[2]):
+        equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(shown, name, strict=False))
+        same = sum(1 for _ in equal)
+        end = '": ' if same == len(name) else '...": '
+        if shown.startswith(end, same):
+            return shown[same + len(end) :] or None
+    return None
+
+
+def translated(failure: _core.Failure, op: str) -> Exception:
+    """The Python exception for what a call of the engine raised."""
+    kind, text, rank = failure.args
+    return exception(kind, text, rank, op)
+
+
+def result_of(
+    engine: Any, ticket: int, op: str, claim: Callable[[], bool] = lambda: True
+) -> Any | None:
+    """Waits for one of the engine's calls and takes its result.
+
+    Args:
+        engine: the engine that the call was given to, which may have been shut down since.
+        ticket: the engine's handle.
+        op: the full name of the operation.
+        claim: called when the call is done; whether the result is this thread's to take.
+
+    Returns:
+        The core's result; None if another thread has taken it.
+
+    Raises:
+        HorovodInternalError: the call failed; other kinds of error as :func:`exception` says.
+    """
+    try:
+        while not engine.wait(ticket, _WAIT_S):
+            pass
+        if not claim():
+            return None
+        result = engine.take(ticket)
+    except Failure as failure:
+        raise translated(failure, op) from None
+    except ValueError:  # the engine no longer knows the ticket
+        return None
+    if result.kind:
+        raise exception(result.kind, result.text, result.rank, op)
+    return result
+
+
+def label() -> str:
+    """How messages of this rank begin: ``[horovod rank/size]``, ``[horovod]`` without a world."""
+    world = _runtime.world
+    if world is None:
+        return "[horovod]"
+    return f"[horovod {world.settings.rank}/{world.settings.size}]"
 
 
 def shutdown() -> None:
@@ -485,8 +559,7 @@ def is_homogeneous() -> bool:
 
 def host_of(rank: int) -> str | None:
     """The host of a rank, None if there is no such rank. Raises ValueError before ``init()``."""
-    names = _world().wires.names
-    return names[rank].rpartition(" pid ")[0] if 0 <= rank < len(names) else None
+    return _world().host_of(rank)
 
 
 def mpi_threads_supported() -> bool:

@@ -70,6 +70,9 @@ BARRIER = Op(5, "barrier")
 JOIN = Op(6, "join")
 
 
+_FIRST_ROOT, _LAST_ROOT = -(1 << 31), (1 << 31) - 1  # what the engine can read
+
+
 class View(NamedTuple):
     """A row-major tensor as the engine sees it; ``output`` 0: the engine allocates it."""
 
@@ -151,6 +154,18 @@ class _Calls:
             self.pending[handle] = pending
             return handle
 
+    def claim(self, handle: int, pending: _Pending) -> bool:
+        """Whether the caller may take the result; False if another thread has claimed it.
+
+        Once a new engine runs, the number may mean another call. Whoever still waits for one of the
+        old engine's asks that engine, which gives a result once.
+        """
+        with self.lock:
+            if self.pending.get(handle) is pending:
+                del self.pending[handle]
+                return True
+            return self.engine is not pending.engine
+
 
 _calls = _Calls()
 
@@ -186,6 +201,8 @@ class Call:
         self._handed_over = False
         self.unnamed = name is None
         prefix = f"grouped_{op.name}" if grouped else op.name
+        if name is not None and not _is_text(name):  # nor can another rank have called it so
+            raise ValueError(f"{basics.label()} {op.name}: the name {name!r} is no valid text")
         if name is None:
             number = _calls.number(self._set, prefix) if op.kind < BARRIER.kind else None
             name = "noname" if number is None else f"noname.{number}"
@@ -204,11 +221,11 @@ class Call:
         """Tells the other ranks if the call failed here, and the caller which call it was."""
         if error is None or self._handed_over:
             return
-        self._engine.reject(self.op.kind, self.name, self._set, f"{type(error).__name__}: {error}")
+        reason = f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace").decode()
+        self._engine.reject(self.op.kind, self.name, self._set, reason)
         if kind is ValueError or kind is TypeError:
-            where = f"[horovod {basics.rank()}/{basics.size()}] {self.op.name}"
             label = self.name.removeprefix(f"{self.op.name}.")  # as the engine's own errors say it
-            raise kind(f'{where} "{label}": {error}') from error
+            raise kind(f'{basics.label()} {self.op.name} "{label}": {error}') from error
 
     def submit(
         self,
@@ -248,7 +265,8 @@ class Call:
                 f"{self.name}: op must be {names}, not {reduce_op.name}", op=self.name
             )
         root, prescale, postscale = operator.index(root), float(prescale), float(postscale)
-        self._handed_over = True
+        if not _FIRST_ROOT <= root <= _LAST_ROOT:
+            raise ValueError(f"there is no rank {root} that could be the root")
         try:
             ticket = self._engine.submit(
                 self.op.kind,
@@ -264,8 +282,23 @@ class Call:
                 keep,
             )
         except basics.Failure as failure:
-            raise _exception(failure, self.name) from None
+            self._handed_over = True  # nobody waits for a call that the engine's own end ended
+            raise basics.translated(failure, self.name) from None
+        except ValueError:
+            # The engine's judgement: it told the others, unless this is about a name in flight
+            # here, whose first call goes on. What it could not even read is another exception.
+            self._handed_over = True
+            raise
+        self._handed_over = True
         return _calls.add(_Pending(self._engine, ticket, self.name, finish))
+
+
+def _is_text(name: object) -> bool:
+    try:
+        str(name).encode()
+    except UnicodeEncodeError:  # a lone surrogate, as undecodable file names have
+        return False
+    return True
 
 
 def _set_id(process_set: ProcessSet, op: Op, name: str | None) -> int:
@@ -316,11 +349,7 @@ def poll(handle: int) -> bool:
     try:
         return bool(pending.engine.poll(pending.ticket))
     except basics.Failure as failure:
-        raise _exception(failure, pending.name) from None
-
-
-# The engine comes back sooner for signals; this only bounds a single call into it.
-_WAIT_S = 1.0
+        raise basics.translated(failure, pending.name) from None
 
 
 def synchronize(handle: int) -> Any:
@@ -344,31 +373,15 @@ def synchronize(handle: int) -> Any:
     pending = _calls.pending.get(handle)
     if pending is None:
         return None
-    try:
-        while not pending.engine.wait(pending.ticket, _WAIT_S):
-            pass
-        if _calls.pending.pop(handle, None) is None:
-            return None  # another thread took it while we waited
-        result = pending.engine.take(pending.ticket)
-    except basics.Failure as failure:
-        raise _exception(failure, pending.name) from None
-    except ValueError:  # the engine no longer knows it: another thread took it while we waited
-        if _calls.pending.get(handle) is pending:
-            raise
-        return None
-    if result.kind:
-        raise basics.exception(result.kind, result.text, result.rank, pending.name)
-    return pending.finish(result)
+    result = basics.result_of(
+        pending.engine, pending.ticket, pending.name, lambda: _calls.claim(handle, pending)
+    )
+    return None if result is None else pending.finish(result)
 
 
 def run() -> int:
     """A number that changes when handles lose their meaning, that is with a new engine."""
     return _calls.runs
-
-
-def _exception(failure: basics.Failure, op: str) -> Exception:
-    kind, text, rank = failure.args
-    return basics.exception(kind, text, rank, op)
 
 
 def synchronize_all(handles: Iterable[int]) -> list[Any]:

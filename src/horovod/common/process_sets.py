@@ -9,8 +9,6 @@ from typing import Any
 from horovod.common import basics
 from horovod.common.exceptions import MismatchError
 
-_WAIT_S = 0.1  # a wait comes back to Python this often, for signals
-
 
 class ProcessSet:
     """A group of ranks. It can be used once ``init()`` or ``add_process_set()`` registered it.
@@ -143,8 +141,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if number is None or process_set is global_process_set:
         return False
     engine = basics.engine()
-    process_set._invalidate()
     _complete(engine, engine.remove_process_set, number, f"removal of process set {number}")
+    process_set._invalidate()  # not before all agreed: after a mismatch the set is still there
     _registrar.forget(process_set)
     return True
 
@@ -184,15 +182,11 @@ def _add(engine: Any, process_set: ProcessSet) -> None:
 def _complete(engine: Any, call: Callable[[Any], int], argument: Any, what: str) -> int:
     """Makes one of the engine's calls and waits for its result."""
     try:
-        handle = call(argument)
+        ticket = call(argument)
     except basics.Failure as failure:
-        kind, text, rank = failure.args
-        raise basics.exception(kind, text, rank, what) from None
-    while not engine.wait(handle, _WAIT_S):
-        pass
-    result = engine.take(handle)
-    if result.kind != 0:
-        raise basics.exception(result.kind, result.text, result.rank, what)
+        raise basics.translated(failure, what) from None
+    result = basics.result_of(engine, ticket, what)
+    assert result is not None  # no other thread knows the ticket
     return int(result.value)
 
 
