@@ -171,7 +171,6 @@ void Collective::start(Schedule schedule, std::vector<View> in, std::vector<View
              .in = VirtualVector(std::move(in)),
              .out = VirtualVector(std::move(out)),
              .group = group_.contributors,
-             .place = place_,
              .fold = fold};
 }
 

@@ -56,6 +56,23 @@ TimePoint saturating(TimePoint now, Duration timeout) {
   return timeout > Duration::max() / 4 ? TimePoint::max() : now + timeout;
 }
 
+// What the wire can carry: refused here, since the others can't even be told the name.
+void check_limits(const LocalCall& call) {
+  const auto refuse = [&](const std::string& what, size_t is, size_t most) {
+    throw Error(ErrorKind::InvalidArgument, std::string(info(call.kind).name) + ": " + what + " (" +
+                                                std::to_string(is) + ", at most " +
+                                                std::to_string(most) + ")");
+  };
+  const size_t name = call.request.name.size();
+  if (name > kMaxName) refuse("the name is too long in bytes", name, kMaxName);
+  if (call.tensors.size() > kMaxTensors) {
+    refuse("too many tensors in one call", call.tensors.size(), kMaxTensors);
+  }
+  for (const Tensor& t : call.tensors) {
+    if (t.shape.size() > kMaxDims) refuse("too many dimensions", t.shape.size(), kMaxDims);
+  }
+}
+
 uint64_t payload(const LocalCall& call) {
   uint64_t bytes = 0;
   for (const Tensor& t : call.tensors) bytes += count_of(t.shape) * info(t.dtype).size;
@@ -88,8 +105,8 @@ Engine::Engine(EngineOptions options)
       peer_bells_(std::move(options.peer_bells)),
       message_event_(make_event()),
       waiter_(doorbell_.get(), std::move(options.sockets), std::move(options.pidfds)),
-      progress_(std::move(options.progress)) {
-  sets_ = progress_.sets();
+      progress_(std::make_unique<Progress>(std::move(options.progress))) {
+  sets_ = progress_->sets();
   try {
     thread_ = std::thread(&Engine::run, this);
   } catch (const std::system_error& e) {
@@ -106,6 +123,7 @@ int64_t Engine::submit(LocalCallPtr call) {
   std::unique_lock lock(mutex_);
   check_alive_locked();
   Request& request = call->request;
+  check_limits(*call);
   const auto& members = members_locked(request.set, call->kind);
   auto key = std::pair(request.set, request.name);
   if (names_.contains(key)) {
@@ -131,7 +149,10 @@ int64_t Engine::submit(LocalCallPtr call) {
 void Engine::reject(Reject reject) {
   if (abandoned()) return;
   std::lock_guard lock(mutex_);
-  if (failure_ || shut_down_ || names_.contains({reject.set, reject.name})) return;
+  if (failure_ || shut_down_ || closing_ || reject.name.size() > kMaxName ||
+      names_.contains({reject.set, reject.name})) {
+    return;
+  }
   push_locked(std::move(reject), 0, true);
 }
 
@@ -172,7 +193,7 @@ void Engine::push_locked(Event event, uint64_t bytes, bool urgent) {
   queued_.fetch_add(1, std::memory_order_seq_cst);
   if (!asleep_.load(std::memory_order_seq_cst)) return;  // it looks before it sleeps
   if (urgent || queued_bytes_ >= kUrgentBytes) {
-    progress_.transport().ring_self();
+    progress_->transport().ring_self();
   } else {
     wake_soon();
   }
@@ -245,7 +266,9 @@ bool Engine::wait(int64_t handle, Duration timeout) {
       if (!closing_) driver = std::unique_lock(driver_, std::try_to_lock);
       if (!driver.owns_lock() && !done()) {
         // A driver that sleeps doesn't know yet that this call is urgent.
-        if (asleep_.load(std::memory_order_seq_cst)) progress_.transport().ring_self();
+        if (asleep_.load(std::memory_order_seq_cst) && !shut_down_) {
+          progress_->transport().ring_self();
+        }
         waiters_cv_.wait_until(lock, until);
         slept = true;
       }
@@ -263,23 +286,35 @@ bool Engine::wait(int64_t handle, Duration timeout) {
 // ---- Driving ----------------------------------------------------------------------------------
 
 bool Engine::pass() {
-  const TimePoint now = Clock::now();
+  const DefaultFloatingPoint fp;
+  now_ = Clock::now();
   const bool had_events = queued_.load(std::memory_order_acquire) > 0;
-  if (had_events) take_events(now);
-  for (const int32_t rank : std::exchange(ended_, {})) progress_.peer_closed(rank);
-  const bool moved = progress_.pass(now);
+  if (had_events) take_events();
+  for (const int32_t rank : std::exchange(ended_, {})) progress_->peer_closed(rank);
+  bool moved = had_events;
+  guarded([&] { moved = progress_->pass(now_) || moved; });
   deliver();
-  return moved || had_events;
+  return moved;
 }
 
-void Engine::take_events(TimePoint now) {
+// Nothing half done can be taken back: an exception ends the epoch, and with it every call.
+template <typename Work>
+void Engine::guarded(Work&& work) {
+  try {
+    work();
+  } catch (const std::exception& error) {
+    progress_->fail_because_of(error);
+  }
+}
+
+void Engine::take_events() {
   std::vector<Event> events;
   std::vector<LocalCallPtr> blocked;
   {
     std::lock_guard lock(mutex_);
     events.swap(events_);
     blocked.swap(newly_blocked_);
-    for (Event& event : events) {
+    for (const Event& event : events) {
       if (const auto* submission = std::get_if<Submission>(&event)) {
         const auto it = handles_.find(submission->handle);
         if (it != handles_.end()) it->second.taken = true;
@@ -289,33 +324,35 @@ void Engine::take_events(TimePoint now) {
     queued_bytes_ = 0;
   }
   for (Event& event : events) {
-    if (auto* submission = std::get_if<Submission>(&event)) {
-      progress_.submit(std::move(submission->call), now);
-    } else {
-      progress_.reject(std::get<Reject>(std::move(event)), now);
-    }
+    guarded([&] {
+      if (auto* submission = std::get_if<Submission>(&event)) {
+        progress_->submit(std::move(submission->call), now_);
+      } else {
+        progress_->reject(std::get<Reject>(std::move(event)), now_);
+      }
+    });
   }
-  for (const LocalCallPtr& call : blocked) progress_.blocked(*call, now);
+  for (const LocalCallPtr& call : blocked) guarded([&] { progress_->blocked(*call, now_); });
 }
 
 void Engine::deliver() {
-  std::vector<LocalCallPtr> completed = progress_.take_completed();
-  std::vector<LogLine> log = progress_.take_log();
-  const bool failed = progress_.failure().has_value();
+  std::vector<LocalCallPtr> completed = progress_->take_completed();
+  std::vector<LogLine> log = progress_->take_log();
+  const bool failed = progress_->failure().has_value();
   if (completed.empty() && log.empty() && (!failed || failure_reported_)) return;
   std::lock_guard lock(mutex_);
-  counters_ = progress_.counters();
-  coordinator_counters_ = progress_.coordinator_counters();
+  counters_ = progress_->counters();
+  coordinator_counters_ = progress_->coordinator_counters();
   for (const LocalCallPtr& call : completed) {
     names_.erase({call->request.set, call->request.name});
     if (call->status.ok() && (call->kind == OpKind::AddSet || call->kind == OpKind::RemoveSet)) {
-      sets_ = progress_.sets();
+      sets_ = progress_->sets();
     }
     call->done.store(true, std::memory_order_release);
   }
   if (failed && !failure_reported_) {
     failure_reported_ = true;
-    if (!failure_) failure_ = progress_.failure();
+    if (!failure_) failure_ = progress_->failure();
     log.push_back({10, failure_->text});  // so that whoever watches messages learns of it
   }
   if (!log.empty()) {
@@ -328,9 +365,9 @@ void Engine::deliver() {
 
 bool Engine::quiet() {
   asleep_.store(true, std::memory_order_seq_cst);
-  progress_.transport().sleep(true);
-  if (queued_.load(std::memory_order_seq_cst) == 0 && progress_.idle() &&
-      Clock::now() < progress_.next_deadline()) {
+  progress_->transport().sleep(true);
+  if (queued_.load(std::memory_order_seq_cst) == 0 && progress_->idle() &&
+      Clock::now() < progress_->next_deadline()) {
     return true;
   }
   awake();
@@ -339,7 +376,7 @@ bool Engine::quiet() {
 
 void Engine::awake() {
   asleep_.store(false, std::memory_order_seq_cst);
-  progress_.transport().sleep(false);
+  progress_->transport().sleep(false);
 }
 
 void Engine::collect(std::chrono::nanoseconds timeout) { waiter_.sleep(timeout, ended_); }
@@ -352,14 +389,14 @@ std::chrono::nanoseconds Engine::until(TimePoint at) const {
 // Yields some times and then sleeps: whoever it waits for may need the core.
 template <typename Done>
 void Engine::drive(Done&& done, TimePoint until_time) {
-  const DefaultFloatingPoint fp;
   awake();
   for (int yields = 0; !done();) {
-    if (pass()) {
+    const bool moved = pass();
+    if (now_ >= until_time) return;
+    if (moved) {
       yields = 0;
       continue;
     }
-    if (Clock::now() >= until_time) return;
     if (yields++ < kYields) {
       ::sched_yield();
       continue;
@@ -367,7 +404,7 @@ void Engine::drive(Done&& done, TimePoint until_time) {
     yields = 0;
     mute_idle(true);
     if (quiet()) {
-      collect(until(std::min(until_time, progress_.next_deadline())));
+      collect(until(std::min(until_time, progress_->next_deadline())));
       awake();
     }
   }
@@ -378,7 +415,7 @@ void Engine::leave(std::unique_lock<std::mutex> driver) {
   // The engine thread was woken in vain and muted itself: take what woke it, or it would be again.
   if (muted_.load(std::memory_order_relaxed)) collect(std::chrono::nanoseconds(0));
   bool kick = false;
-  if (progress_.at_rest()) {
+  if (progress_->at_rest()) {
     // No call of this rank is open, so no peer waits for it. A script that makes one blocking call
     // after another comes back soon: peers need not ring and wake the engine thread between the
     // calls.
@@ -391,7 +428,7 @@ void Engine::leave(std::unique_lock<std::mutex> driver) {
       if (!kick) pass();
     }
   }
-  kick = kick || ns(progress_.next_deadline()) < idle_until_.load(std::memory_order_relaxed);
+  kick = kick || ns(progress_->next_deadline()) < idle_until_.load(std::memory_order_relaxed);
   if (kick) waiter_.kick();  // before shutdown() can close the waiter
   driver.unlock();
   mute_idle(false);
@@ -413,6 +450,7 @@ void Engine::hand_over() {
 void Engine::run() {
   sigset_t all;
   ::sigfillset(&all);
+  for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) ::sigdelset(&all, fault);
   ::pthread_sigmask(SIG_SETMASK, &all, nullptr);  // signals are for the program's own threads
   while (!closing_) {
     std::unique_lock driver(driver_, std::try_to_lock);
@@ -440,7 +478,7 @@ std::chrono::nanoseconds Engine::serve() {
     while (pass() && !closing_) {
     }
   } while (!closing_ && !quiet());
-  const TimePoint deadline = progress_.next_deadline();
+  const TimePoint deadline = progress_->next_deadline();
   idle_until_.store(ns(deadline), std::memory_order_relaxed);
   return until(deadline);
 }
@@ -453,47 +491,54 @@ void Engine::shutdown(const std::string& reason, Duration timeout) {
   if (shut_down_) return;
   const TimePoint deadline = saturating(Clock::now(), timeout);
   closing_ = true;
-  progress_.transport().ring_self();
+  progress_->transport().ring_self();
   waiter_.kick();
   thread_.join();
   {
     const std::lock_guard driver(driver_);  // a waiter that drives sees closing_ and leaves
     end_epoch(reason, deadline);
   }
+  // Nobody drives from here on; what is kept is what take() gives away.
   std::lock_guard lock(mutex_);
   shut_down_ = true;
+  progress_.reset();
   waiter_.close();
+  doorbell_.close();
+  peer_bells_.clear();
   waiters_cv_.notify_all();
 }
 
 void Engine::end_epoch(const std::string& reason, TimePoint deadline) {
   const std::string who = "rank " + std::to_string(rank_);
   Status why;
-  take_events(Clock::now());  // the last ones: no call may stay behind without an end
+  now_ = Clock::now();
+  take_events();  // the last ones: no call may stay behind without an end
   if (!reason.empty()) {
     why = {ErrorKind::PeerLost, who + " exited: " + reason, rank_};
-  } else if (!progress_.failure()) {
-    progress_.leave(Clock::now());
+  } else if (!progress_->failure()) {
+    guarded([&] { progress_->leave(now_); });
     drive(
-        [this] { return progress_.failure() || (progress_.drained() && progress_.others_left()); },
+        [this] {
+          return progress_->failure() || (progress_->drained() && progress_->others_left());
+        },
         deadline);
-    if (!progress_.failure() && !progress_.drained()) {
+    if (!progress_->failure() && !progress_->drained()) {
       why = {ErrorKind::PeerLost, who + " shut down in the middle of an operation", rank_};
     }
   }
-  if (!progress_.failure()) {
+  if (!progress_->failure()) {
     if (why.ok()) {
-      progress_.goodbye(why);
+      progress_->goodbye(why);
       why = {ErrorKind::Shutdown, "the engine was shut down; call init() again", rank_};
-      progress_.fail(std::move(why), /*tell=*/false);
+      progress_->fail(std::move(why), /*tell=*/false);
     } else {
-      progress_.fail(std::move(why));
+      progress_->fail(std::move(why));
     }
   }
   // A ring of control bytes that stays full belongs to a peer that doesn't read: it will see the
   // end of the connection.
   const TimePoint patience = Clock::now() + std::chrono::milliseconds(200);
-  while (!progress_.flush() && Clock::now() < patience) ::sched_yield();
+  while (!progress_->flush() && Clock::now() < patience) ::sched_yield();
   deliver();
 }
 

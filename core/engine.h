@@ -98,7 +98,9 @@ class Engine {
 
   // The driver's.
   bool pass();
-  void take_events(TimePoint now);
+  void take_events();
+  template <typename Work>
+  void guarded(Work&& work);
   void deliver();
   bool quiet();  // says that it sleeps, then whether it may
   void awake();
@@ -119,9 +121,10 @@ class Engine {
   std::vector<Descriptor> peer_bells_;
   Descriptor message_event_;
   Waiter waiter_;
-  Progress progress_;
+  std::unique_ptr<Progress> progress_;  // until shutdown() has ended
 
   std::mutex driver_;
+  TimePoint now_{};                     // driver's: when its last pass began
   Waiter::Ended ended_;                 // driver's
   bool failure_reported_ = false;       // driver's
   std::atomic<bool> muted_{false};      // written with mutex_ held
@@ -132,7 +135,7 @@ class Engine {
 
   std::mutex mutex_;
   std::condition_variable waiters_cv_;
-  size_t waiters_ = 0;         // callers asleep in wait() that don't drive
+  size_t waiters_ = 0;  // callers asleep in wait() that don't drive
   uint64_t queued_bytes_ = 0;
   std::vector<Event> events_;
   std::vector<LocalCallPtr> newly_blocked_;

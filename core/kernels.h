@@ -19,13 +19,12 @@ namespace horovod {
 
 // What a fold does to each element:
 //   result = round(post(divide(term[0]' op term[1]' op ...)))   with   term' = pre(term)
-// - Floats: pre multiplies by `prescale`; `postscale / divisor` is one factor (float32 data and
-//   16-bit data: computed in
-//   double, rounded to float once; float64 and complex128: double), applied after the fold and
-//   before the one rounding.
+// - Floats: pre multiplies by `prescale`; `postscale / divisor` is one factor (float32 and 16-bit
+//   data: computed in double, rounded to float once; float64 and complex128: double), applied after
+//   the fold and before the one rounding.
 // - Integers: pre is trunc(prescale * x) in double, the sum wraps, division by `divisor` is exact
-//   and truncates toward
-//   zero, post is trunc(postscale * x) in double; out-of-range doubles saturate.
+//   and truncates toward zero, post is trunc(postscale * x) in double; out-of-range doubles
+//   saturate.
 // - Complex: as the float of its parts. Bool: factors are ignored (refused above).
 struct FoldSpec {
   DType dtype = DType::Float32;

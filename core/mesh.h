@@ -20,8 +20,6 @@ class VirtualVector {
   VirtualVector() = default;
   explicit VirtualVector(std::vector<View> views);
 
-  uint64_t bytes() const { return starts_.back(); }
-
   // Calls piece(data, offset, bytes, dtype) for every stretch of user memory in [begin, begin +
   // bytes); `offset` counts from `begin`.
   template <typename Piece>
@@ -54,7 +52,6 @@ struct Run {
   Schedule schedule;
   VirtualVector in, out;
   std::vector<int32_t> group;  // global ranks, in the order of the schedule's peers
-  int32_t place = 0;           // own index in `group`
   FoldSpec fold;               // the dtype comes from each view
   std::vector<bool> done = {};
   size_t first = 0;  // the first step that isn't done

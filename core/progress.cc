@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <numeric>
 #include <utility>
 
@@ -33,9 +34,7 @@ CoordinatorOptions coordinator_options(const ProgressOptions& o) {
   c.stall_warning = o.stall_warning;
   c.stall_shutdown = o.stall_shutdown;
   c.deadlock = o.deadlock;
-  if (o.plan.cycle_time_us > 0) {
-    c.flush_after = std::chrono::microseconds(o.plan.cycle_time_us);
-  }
+  c.min_cycle = std::chrono::microseconds(o.plan.cycle_time_us);
   return c;
 }
 
@@ -60,7 +59,7 @@ Progress::Progress(ProgressOptions options)
       plan_hash_(options.plan.hash()),
       transport_(std::move(options.transport)),
       mesh_(*transport_, *options.kernels, options.names.size()),
-      cache_(options.plan.cache_capacity),
+      announcer_(options.plan.cache_capacity),
       peers_(options.names.size()),
       heartbeat_(options.names.size() > 1 ? options.heartbeat : Duration{}) {
   if (rank_ == kCoordinator) {
@@ -76,80 +75,69 @@ Progress::Progress(ProgressOptions options)
 void Progress::submit(LocalCallPtr call, TimePoint now) {
   ++open_calls_;
   if (failure_) return complete(call, *failure_);
-  const Request& request = call->request;
-  const uint64_t id = request.unnamed ? 0 : cache_.find(request);
-  const bool blocked = call->blocked;
-  pending_[request.set].insert_or_assign(request.name, call);
-  if (id != 0) {
-    announce(AnnounceCached{id, blocked}, now);
-  } else {
-    announce(Announce{request, blocked}, now);
-  }
+  const LocalCall& it = *call;
+  say(announcer_.announce(std::move(call), it.request, it.blocked), now);
 }
 
-void Progress::blocked(LocalCall& call, TimePoint now) {
+void Progress::blocked(const LocalCall& call, TimePoint now) {
   if (failure_) return;
-  call.blocked = true;
-  const auto& calls = pending_[call.request.set];
-  if (calls.find(call.request.name) == calls.end()) return;  // agreed meanwhile
-  announce(Blocked{call.request.set, call.request.name}, now);
+  if (auto item = announcer_.block(call.request.set, call.request.name)) say(*std::move(item), now);
 }
 
 void Progress::reject(Reject reject, TimePoint now) {
-  if (!failure_) announce(std::move(reject), now);
+  if (!failure_) say(std::move(reject), now);
 }
 
 void Progress::leave(TimePoint now) {
   leaving_ = true;
-  if (!failure_) announce(Leave{}, now);
+  if (!failure_) say(Leave{}, now);
 }
 
 void Progress::peer_closed(int32_t rank) { peers_[rank].closed = true; }
 
-void Progress::announce(Item item, TimePoint now) {
+void Progress::say(Item item, TimePoint now) {
   if (coordinator_ != nullptr) {
     coordinator_->receive(rank_, std::move(item), now);
     coordinate_ = true;
     return;
   }
-  std::visit([&](auto& it) { encode(Message(std::move(it)), rank_, peers_[kCoordinator].out); },
-             item);
+  std::visit([&](auto& it) { encode(std::move(it), rank_, peers_[kCoordinator].out); }, item);
 }
 
 // ---- The pass ---------------------------------------------------------------------------------
 
 bool Progress::pass(TimePoint now) {
   ++counters_.passes;
-  if (failure_) return false;
-  bool moved = false;
-  try {
-    moved = read_control(now) || moved;
-    moved = coordinate(now) || moved;
-    moved = advance_running() || moved;
-    for (auto it = running_.begin(); it != running_.end();) {
-      if (it->collective == nullptr || !it->collective->finished()) {
-        ++it;
-        continue;
-      }
-      Running done = std::move(*it);
-      it = running_.erase(it);
-      finish(done, now);
+  if (failure_) return pass_after_failure(now);
+  bool moved = read_control(now);
+  moved = coordinate(now) || moved;
+  moved = advance_running() || moved;
+  for (auto it = running_.begin(); it != running_.end();) {
+    if (it->collective == nullptr || !it->collective->finished()) {
+      ++it;
+      continue;
     }
-    moved = flush_control() || moved;
-    look_for_life(now);
-    check_closed_peers();
-  } catch (const Error& error) {
-    // A peer that breaks the protocol, or memory that was refused in the middle of an entry that
-    // others run.
-    Status status = error.status();
-    if (status.kind == ErrorKind::InvalidArgument) status.kind = ErrorKind::PeerLost;
-    if (status.rank < 0) {
-      status.rank = rank_;
-      status.text = describe_rank(rank_, names_) + ": " + status.text;
-    }
-    fail(std::move(status));
+    Running done = std::move(*it);
+    it = running_.erase(it);
+    finish(done, now);
   }
+  moved = flush_control() || moved;
+  look_for_life(now);
+  check_closed_peers();
   return moved || failure_;
+}
+
+// The epoch is over, but a peer whose control ring was full must still hear why, and must not think
+// meanwhile that this rank is frozen.
+bool Progress::pass_after_failure(TimePoint now) {
+  for (int32_t y = 0; y < size(); ++y) {
+    if (y == rank_) continue;
+    while (const size_t unread = transport_->read_control(y).size()) {
+      transport_->consume_control(y, unread);
+    }
+  }
+  give_sign_of_life(now);
+  return flush_control();
 }
 
 bool Progress::read_control(TimePoint now) {
@@ -213,12 +201,17 @@ bool Progress::coordinate(TimePoint now) {
   coordinator_->decide(now, outgoing, log_);
   for (Outgoing& o : outgoing) {
     bool for_me = false;
+    frame_.clear();
     for (const int32_t to : o.to) {
       if (to == rank_) {
         for_me = true;
         continue;
       }
-      std::visit([&](const auto& d) { encode(Message(d), to, peers_[to].out); }, o.decision);
+      if (frame_.empty()) {
+        std::visit([&](const auto& d) { encode(Message(d), to, frame_); }, o.decision);
+      }
+      readdress(frame_, to);
+      peers_[to].out += frame_;
     }
     if (for_me) receive(std::move(o.decision), now);
   }
@@ -230,7 +223,10 @@ bool Progress::coordinate(TimePoint now) {
 void Progress::receive(Decision&& decision, TimePoint now) {
   if (failure_) return;
   if (auto* entry = std::get_if<Entry>(&decision)) return receive_entry(std::move(*entry));
-  if (const auto* again = std::get_if<Resend>(&decision)) return resend(again->id, now);
+  if (const auto* again = std::get_if<Resend>(&decision)) {
+    if (!leaving_) say(announcer_.again(again->id), now);
+    return;
+  }
   fail(std::move(std::get<Abort>(decision).status));
 }
 
@@ -242,23 +238,7 @@ void Progress::receive_entry(Entry&& entry) {
     acknowledged_ = true;
     return;
   }
-  std::vector<LocalCallPtr> calls;
-  for (const EntryItem& item : entry.items) {
-    const std::string* name = item.name.empty() ? cache_.name(item.id) : &item.name;
-    LocalCallPtr call = name == nullptr ? nullptr : take_pending(entry.set, *name);
-    if (call == nullptr) {
-      throw Error(ErrorKind::InvalidArgument,
-                  "rank 0 scheduled a call that this rank never made: " +
-                      (name == nullptr ? "id " + std::to_string(item.id) : *name),
-                  kCoordinator);
-    }
-    if (!entry.status.ok()) {
-      cache_.forget(item.id);
-    } else if (item.id != 0) {
-      cache_.learn(item.id, call->request);
-    }
-    calls.push_back(std::move(call));
-  }
+  std::vector<LocalCallPtr> calls = announcer_.accept(entry);
   if (!entry.status.ok() || !moves_data(entry)) {
     for (const LocalCallPtr& call : calls) finish_control(entry, call);
     return;
@@ -266,16 +246,8 @@ void Progress::receive_entry(Entry&& entry) {
   ++counters_.entries;
   counters_.calls += calls.size();
   if (calls.size() > 1) counters_.fused_calls += calls.size();
-  running_.push_back({std::move(entry), std::move(calls), nullptr});
-}
-
-LocalCallPtr Progress::take_pending(uint32_t set, std::string_view name) {
-  auto& calls = pending_[set];
-  const auto it = calls.find(name);
-  if (it == calls.end()) return nullptr;
-  LocalCallPtr call = std::move(it->second);
-  calls.erase(it);
-  return call;
+  std::vector<int32_t> members = sets_.at(entry.set);
+  running_.push_back({std::move(entry), std::move(calls), std::move(members), nullptr});
 }
 
 // Error entries and those that move no data are done when they arrive.
@@ -290,20 +262,9 @@ void Progress::finish_control(const Entry& entry, const LocalCallPtr& call) {
   if (entry.kind == OpKind::AddSet) sets_[uid] = entry.ranks;
   if (entry.kind == OpKind::RemoveSet) {
     sets_.erase(uid);
-    pending_.erase(uid);
-    cache_.forget_set(uid);
+    announcer_.forget_set(uid);
   }
   complete(call, {});
-}
-
-void Progress::resend(uint64_t id, TimePoint now) {
-  const Request* request = cache_.request(id);
-  if (request == nullptr) return;
-  const auto& calls = pending_[request->set];
-  const auto it = calls.find(request->name);
-  const bool announced = it != calls.end() && it->second->request == *request;
-  cache_.forget(id);
-  if (announced) announce(Announce{it->second->request, it->second->blocked}, now);
 }
 
 // ---- Entries in flight ------------------------------------------------------------------------
@@ -325,7 +286,7 @@ void Progress::start(Running& running) {
   for (const LocalCallPtr& call : running.calls) calls.push_back(call.get());
   running.collective = std::make_unique<Collective>(
       std::move(calls),
-      Group{.members = sets_.at(entry.set),
+      Group{.members = running.members,
             .contributors = entry.contributors,
             .rank = rank_,
             .segment_bytes = std::min(plan_.segment_bytes, transport_->max_slot_bytes()),
@@ -334,7 +295,7 @@ void Progress::start(Running& running) {
 
 void Progress::finish(Running& running, TimePoint now) {
   for (const LocalCallPtr& call : running.calls) complete(call, {});
-  if (running.entry.contributors.front() == rank_) announce(Done{running.entry.seq}, now);
+  if (running.entry.contributors.front() == rank_) say(Done{running.entry.seq}, now);
 }
 
 // ---- Peers ------------------------------------------------------------------------------------
@@ -351,14 +312,17 @@ bool Progress::flush_control() {
   return moved;
 }
 
+void Progress::give_sign_of_life(TimePoint now) {
+  if (heartbeat_ == Duration{} || now - last_beat_ < heartbeat_ / 8) return;
+  transport_->beat();
+  last_beat_ = now;
+}
+
 // Death is seen by its closed connection; a frozen process keeps that open, but its count of life
 // signs stands still.
 void Progress::look_for_life(TimePoint now) {
   if (heartbeat_ == Duration{}) return;
-  if (now - last_beat_ >= heartbeat_ / 8) {
-    transport_->beat();
-    last_beat_ = now;
-  }
+  give_sign_of_life(now);
   if (now - last_look_ < heartbeat_ / 8) return;
   const bool overslept =
       now - last_look_ > heartbeat_ / 2;  // we were frozen ourselves: look again first
@@ -394,7 +358,10 @@ void Progress::check_closed_peers() {
 }
 
 TimePoint Progress::next_deadline() const {
-  if (failure_) return TimePoint::max();
+  if (failure_) {
+    const bool silent = heartbeat_ == Duration{} || said_all();
+    return silent ? TimePoint::max() : last_beat_ + heartbeat_ / 8;
+  }
   TimePoint at = coordinator_ == nullptr ? TimePoint::max() : coordinator_->next_deadline();
   if (heartbeat_ != Duration{}) at = std::min(at, last_look_ + heartbeat_ / 4);
   return at;
@@ -414,6 +381,10 @@ void Progress::goodbye(const Status& status) {
 
 bool Progress::flush() {
   flush_control();
+  return said_all();
+}
+
+bool Progress::said_all() const {
   return std::all_of(peers_.begin(), peers_.end(),
                      [](const Peer& p) { return p.out.empty() || p.closed || p.gone; });
 }
@@ -429,11 +400,23 @@ void Progress::fail(Status status, bool tell) {
     calls.insert(calls.end(), running.calls.begin(), running.calls.end());
   }
   running_.clear();
-  for (auto& [set, by_name] : pending_) {
-    for (auto& [name, call] : by_name) calls.push_back(call);
-  }
-  pending_.clear();
+  for (LocalCallPtr& call : announcer_.take_all()) calls.push_back(std::move(call));
   for (const LocalCallPtr& call : calls) complete(call, status);
+}
+
+void Progress::fail_because_of(const std::exception& error) {
+  Status status{ErrorKind::PeerLost, std::string("internal error: ") + error.what(), -1};
+  if (const auto* typed = dynamic_cast<const Error*>(&error)) {
+    status = typed->status();
+    if (status.kind == ErrorKind::InvalidArgument) status.kind = ErrorKind::PeerLost;
+  } else if (dynamic_cast<const std::bad_alloc*>(&error) != nullptr) {
+    status = {ErrorKind::Resource, "no memory for the engine's own work", -1};
+  }
+  if (status.rank < 0) {
+    status.rank = rank_;
+    status.text = describe_rank(rank_, names_) + ": " + status.text;
+  }
+  fail(std::move(status));
 }
 
 void Progress::complete(const LocalCallPtr& call, Status status) {

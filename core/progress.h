@@ -14,7 +14,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "cache.h"
+#include "announcer.h"
 #include "collective.h"
 #include "coordinator.h"
 #include "mesh.h"
@@ -63,23 +63,27 @@ class Progress {
 
   // What happened on this rank since the last pass.
   void submit(LocalCallPtr call, TimePoint now);
-  void blocked(LocalCall& call, TimePoint now);
+  void blocked(const LocalCall& call, TimePoint now);
   void reject(Reject reject, TimePoint now);
   void leave(TimePoint now);
   void peer_closed(int32_t rank);  // its process ended or it closed the connection
 
-  // Does what can be done at `now`; whether anything moved.
+  // Does what can be done at `now`; whether anything moved. Like the others it may throw, Error or
+  // std::bad_alloc; then fail() is the only thing left to do.
   bool pass(TimePoint now);
   // When pass() has to run again even if nothing arrives; TimePoint::max() if never.
   TimePoint next_deadline() const;
   // Whether pass() would find nothing; asked after transport().sleep(true).
-  bool idle() { return failure_ || transport_->idle(); }
+  bool idle() { return transport_->idle(); }
 
   // No call of this rank is open: nobody waits for it.
   bool at_rest() const { return open_calls_ == 0; }
 
   // Ends the epoch on this rank: fails every call and, unless they know, tells all peers why.
   void fail(Status status, bool tell = true);
+  // The same for what one of the above threw: a peer that breaks the protocol, or memory that was
+  // refused in the middle of an entry that others run.
+  void fail_because_of(const std::exception& error);
   const std::optional<Status>& failure() const { return failure_; }
 
   bool drained() const;                // after leave(): all that was agreed before it has been run
@@ -100,31 +104,28 @@ class Progress {
   Coordinator::Counters coordinator_counters() const;
 
  private:
-  struct NameHash {
-    using is_transparent = void;
-    size_t operator()(std::string_view s) const { return std::hash<std::string_view>{}(s); }
-  };
-  using CallsByName = std::unordered_map<std::string, LocalCallPtr, NameHash, std::equal_to<>>;
   struct Running {
     Entry entry;
     std::vector<LocalCallPtr> calls;
+    std::vector<int32_t> members;  // of the set when the entry came: it may be removed meanwhile
     std::unique_ptr<Collective> collective;  // once it is its turn
   };
 
   int32_t size() const { return static_cast<int32_t>(names_.size()); }
-  void announce(Item item, TimePoint now);
+  void say(Item item, TimePoint now);
   bool read_control(TimePoint now);
   void handle(int32_t from, Frame&& frame, TimePoint now);
   bool coordinate(TimePoint now);
   void receive(Decision&& decision, TimePoint now);
   void receive_entry(Entry&& entry);
-  void resend(uint64_t id, TimePoint now);
-  LocalCallPtr take_pending(uint32_t set, std::string_view name);
   void finish_control(const Entry& entry, const LocalCallPtr& call);
   bool advance_running();
   void start(Running& running);
   void finish(Running& running, TimePoint now);
   bool flush_control();
+  bool said_all() const;
+  void give_sign_of_life(TimePoint now);
+  bool pass_after_failure(TimePoint now);
   void look_for_life(TimePoint now);
   void check_closed_peers();
   void complete(const LocalCallPtr& call, Status status);
@@ -135,12 +136,12 @@ class Progress {
   const uint64_t plan_hash_;
   std::unique_ptr<Transport> transport_;
   Mesh mesh_;
-  NameCache cache_;
+  Announcer<LocalCallPtr> announcer_;
   std::unique_ptr<Coordinator> coordinator_;  // on rank 0
+  std::string frame_;                         // scratch of coordinate()
   bool coordinate_ = false;                   // something was received since it last decided
 
   std::map<uint32_t, std::vector<int32_t>> sets_;  // uid -> members
-  std::map<uint32_t, CallsByName> pending_;        // announced, by set
   std::deque<Running> running_;                    // agreed, in the global order
   size_t open_calls_ = 0;                          // submitted and not complete
   std::vector<LocalCallPtr> completed_;

@@ -1,12 +1,15 @@
 // L2: shared-memory outboxes. Must not know schedules, entries or the clock.
 //
 // Segment of rank w, for n ranks:
-//   Header            sleeping, wants_room, beats: one cache line each
-//   Consumed[n]       written by w as a reader: how much of rank y's slots and control bytes w has
-//   read Channel[n]        written by w as a writer, one per reader r: a ring of slot descriptors
-//   and a ring of control bytes slots             outbox_bytes, 4 KiB aligned
+//
+//   Header       sleeping, wants_room, beats: a cache line each
+//   Consumed[n]  written by w, the reader: how many of rank y's slots and control bytes w has read
+//   Channel[n]   written by w, the writer, one per reader: a ring of slot records, a ring of
+//                control bytes
+//   slots        outbox_bytes, on a 4 KiB boundary
+//
 // Every position is 64-bit, grows only, and has one writer and a cache line of its own. To publish
-// is to store a descriptor's sequence number: the reader polls exactly that line, so a slot costs
+// is to store a slot record's sequence number: the reader polls exactly that line, so a slot costs
 // it one cache miss before its data.
 //
 // Sleeping needs no fence of its own: the writer stores its position and then loads `sleeping`, the
@@ -32,7 +35,7 @@ namespace horovod {
 namespace {
 
 constexpr uint64_t kPage = 4096;
-constexpr uint64_t kDescriptors = 64;         // slots in flight per pair
+constexpr uint64_t kRecords = 64;             // slots in flight per pair
 constexpr uint64_t kControlBytes = 32 << 10;  // control bytes in flight per pair
 
 struct alignas(kAlignment) Word {
@@ -50,14 +53,14 @@ struct Consumed {
   Word control;
 };
 
-struct alignas(kAlignment) Descriptor {
+struct alignas(kAlignment) SlotRecord {
   std::atomic<uint64_t> sequence;  // 1 + number of the slot on this pair
   uint64_t offset;
   uint64_t bytes;
 };
 
 struct Channel {
-  Descriptor descriptors[kDescriptors];
+  SlotRecord records[kRecords];
   Word control_written;
   alignas(kAlignment) std::byte control[kControlBytes];
 };
@@ -177,7 +180,7 @@ class Shm final : public Transport {
     store_fence();  // the slot was written with streaming stores
     for (const int32_t reader : reserved_to_) {
       const uint64_t number = peers_[reader].sent++;
-      Descriptor& d = own().channel(reader).descriptors[number % kDescriptors];
+      SlotRecord& d = own().channel(reader).records[number % kRecords];
       d.offset = reserved_.offset;
       d.bytes = reserved_.bytes;
       d.sequence.store(number + 1, std::memory_order_seq_cst);
@@ -188,7 +191,7 @@ class Shm final : public Transport {
 
   const std::byte* peek(int32_t from, uint64_t bytes) override {
     const uint64_t number = peers_[from].received;
-    const Descriptor& d = segments_[from].channel(rank_).descriptors[number % kDescriptors];
+    const SlotRecord& d = segments_[from].channel(rank_).records[number % kRecords];
     if (d.sequence.load(std::memory_order_acquire) != number + 1) return nullptr;
     if (d.bytes != bytes || d.offset > outbox_bytes_ || d.bytes > outbox_bytes_ - d.offset) {
       throw Error(ErrorKind::InvalidArgument,
@@ -250,7 +253,7 @@ class Shm final : public Transport {
       if (y == rank_) continue;
       const Channel& channel = segments_[y].channel(rank_);
       const uint64_t number = peers_[y].received;
-      if (peers_[y].seen != number + 1 && channel.descriptors[number % kDescriptors].sequence.load(
+      if (peers_[y].seen != number + 1 && channel.records[number % kRecords].sequence.load(
                                               std::memory_order_seq_cst) == number + 1) {
         peers_[y].seen = number + 1;  // one that no running entry wants yet must not keep us awake
         return false;
@@ -295,7 +298,7 @@ class Shm final : public Transport {
   bool has_room(Arena& arena, std::span<const int32_t> to, uint64_t bytes, bool oldest) {
     arena.reclaim([this](int32_t reader) { return consumed_by(reader); });
     if (!arena.has_room(bytes)) return false;
-    const uint64_t depth = oldest ? kDescriptors : kDescriptors / 2;
+    const uint64_t depth = oldest ? kRecords : kRecords / 2;
     for (const int32_t reader : to) {
       if (peers_[reader].sent - consumed_by(reader) >= depth) return false;
     }

@@ -100,27 +100,27 @@ enum class OpKind : uint8_t {
 
 struct OpInfo {
   std::string_view name;
-  bool fuses;       // several calls may travel in one entry
-  bool reduces;     // reduce op and scale factors are part of the agreement
-  bool rooted;      // a root rank is part of the agreement
-  bool own_rows;    // dim 0 is each rank's own business and not part of the agreement; a 0-d tensor
-                    // has none
-  bool needs_rows;  // a 0-d tensor is refused
-  bool joinable;    // ranks that joined are left out instead of making it an error
-  bool moves_data;
+  bool fuses = false;    // several calls may travel in one entry
+  bool reduces = false;  // reduce op and scale factors are part of the agreement
+  bool rooted = false;   // a root rank is part of the agreement
+  // Dim 0 is each rank's own business and not part of the agreement; a 0-d tensor has none.
+  bool own_rows = false;
+  bool needs_rows = false;  // a 0-d tensor is refused
+  bool joinable = false;    // ranks that joined are left out instead of making it an error
+  bool moves_data = false;
 };
 
 inline constexpr std::array<OpInfo, 10> kOps{{
-    {"allreduce", true, true, false, false, false, true, true},
-    {"allgather", false, false, false, true, true, false, true},
-    {"broadcast", false, false, true, false, false, false, true},
-    {"alltoall", false, false, false, true, true, false, true},
-    {"reducescatter", false, true, false, false, true, false, true},
-    {"barrier", false, false, false, false, false, true, false},
-    {"join", false, false, false, false, false, true, false},
-    {"add_process_set", false, false, false, false, false, true, false},
-    {"remove_process_set", false, false, false, false, false, true, false},
-    {"shutdown", false, false, false, false, false, true, false},
+    {.name = "allreduce", .fuses = true, .reduces = true, .joinable = true, .moves_data = true},
+    {.name = "allgather", .own_rows = true, .needs_rows = true, .moves_data = true},
+    {.name = "broadcast", .rooted = true, .moves_data = true},
+    {.name = "alltoall", .own_rows = true, .needs_rows = true, .moves_data = true},
+    {.name = "reducescatter", .reduces = true, .needs_rows = true, .moves_data = true},
+    {.name = "barrier", .joinable = true},
+    {.name = "join", .joinable = true},
+    {.name = "add_process_set", .joinable = true},
+    {.name = "remove_process_set", .joinable = true},
+    {.name = "shutdown", .joinable = true},
 }};
 
 constexpr const OpInfo& info(OpKind kind) { return kOps[static_cast<size_t>(kind)]; }
@@ -139,6 +139,8 @@ enum class ErrorKind : uint8_t {
   Unavailable = 6,      // a library can't be loaded
   Resource = 7,         // memory, descriptors or threads were refused
 };
+
+inline constexpr size_t kErrorKinds = 8;
 
 struct Status {
   ErrorKind kind = ErrorKind::None;

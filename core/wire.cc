@@ -164,7 +164,7 @@ constexpr auto kFields = [](auto& ar, auto& value) { fields(ar, value); };
 
 template <class Ar, Like<Status> M>
 void fields(Ar& ar, M& m) {
-  ar.choice(m.kind, 8);
+  ar.choice(m.kind, kErrorKinds);
   ar.text(m.text);
   ar.number(m.rank);
 }
@@ -291,6 +291,10 @@ void encode(const Message& message, int32_t rank, std::string& out) {
     out.resize(start);
     throw;
   }
+}
+
+void readdress(std::string& frame, int32_t rank) {
+  std::memcpy(frame.data() + sizeof(uint32_t), &rank, sizeof rank);
 }
 
 bool decode(std::span<const std::byte>& bytes, Frame& frame) {

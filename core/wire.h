@@ -130,6 +130,9 @@ using Message = std::variant<Announce, AnnounceCached, Blocked, Reject, Done, Le
 // Error(InvalidArgument) for what no decode() would take, and leaves `out` as it was.
 void encode(const Message& message, int32_t rank, std::string& out);
 
+// Gives an encoded frame another rank: a decision is encoded once for all its destinations.
+void readdress(std::string& frame, int32_t rank);
+
 struct Frame {
   int32_t rank = 0;
   Message message;

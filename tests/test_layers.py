@@ -70,6 +70,7 @@ CORE = {
     "nccl": 3,
     "coordinator": 4,
     "cache": 4,
+    "announcer": 4,
     "fusion": 4,
     "calls": 4,
     "order": 4,

@@ -1,5 +1,6 @@
-// A simulated rank: runs its script against the coordinator as an engine would, with a real id
-// table and real frames, and complains about every decision that doesn't concern it.
+// A simulated rank: runs its script against the coordinator as an engine would, with the
+// engine's own announcer and real frames, and complains about every decision that doesn't concern
+// it.
 #pragma once
 
 #include <deque>
@@ -10,7 +11,7 @@
 #include <variant>
 #include <vector>
 
-#include "core/cache.h"
+#include "core/announcer.h"
 #include "program.h"
 
 namespace horovod::sim {
@@ -34,7 +35,7 @@ class SimRank {
       : rank_(rank),
         script_(job.scripts[static_cast<size_t>(rank)]),
         plan_hash_(job.options.plan_hash),
-        cache_(job.options.cache_capacity) {
+        announcer_(job.options.cache_capacity) {
     uids_[0] = 0;
   }
 
@@ -120,15 +121,15 @@ class SimRank {
   using Key = std::pair<uint32_t, std::string>;
   struct Pending {
     Request request;
-    uint64_t id = 0;
-    bool blocked = false;
-    bool scheduled = false;
     size_t adds = 0;
   };
 
   void say(const Message& message) {
     up.emplace_back();
     encode(message, rank_, up.back());
+  }
+  void say(const Item& item) {
+    std::visit([this](const auto& it) { say(Message(it)); }, item);
   }
 
   void submit(const Step& step, Request request, const Key& key) {
@@ -139,25 +140,15 @@ class SimRank {
       request.root = static_cast<int32_t>(removed->second);
     }
     Pending& pending = pending_[key];
-    pending.id = cache_.find(request);
-    pending.request = request;
-    pending.blocked = step.sync;
+    pending.request = std::move(request);
     pending.adds = step.adds;
-    if (pending.id != 0) {
-      say(AnnounceCached{pending.id, step.sync});
-    } else {
-      say(Announce{std::move(request), step.sync, 0});
-    }
+    say(announcer_.announce(key, pending.request, step.sync));
     if (step.sync) stop(key);
   }
 
   void wait(const Key& key) {
-    const auto it = pending_.find(key);
-    if (it == pending_.end()) return;
-    if (!it->second.blocked) {
-      it->second.blocked = true;
-      say(Blocked{key.first, key.second});
-    }
+    if (!pending_.contains(key)) return;
+    if (const auto item = announcer_.block(key.first, key.second)) say(*item);
     stop(key);
   }
 
@@ -183,34 +174,29 @@ class SimRank {
     require(std::find(entry.contributors.begin(), entry.contributors.end(), rank_) !=
                 entry.contributors.end(),
             "an entry goes to contributors only");
-    for (EntryItem& item : entry.items) {
-      if (item.name.empty()) {
-        const std::string* name = cache_.name(item.id);
-        require(name != nullptr, "an entry without a name has an id that its contributor knows");
-        item.name = *name;
-      }
-      const auto it = pending_.find(Key{entry.set, item.name});
-      require(it != pending_.end(), "an entry is for a pending call: \"" + item.name + "\"");
-      require(!it->second.scheduled, "a call has one entry");
-      it->second.scheduled = true;
-      if (entry.status.ok()) {
-        cache_.learn(item.id, it->second.request);
-      } else {
-        cache_.forget(it->second.id);
-      }
+    const std::vector<Key> calls = accept_calls(entry);
+    for (size_t i = 0; i < calls.size(); ++i) {
+      require(pending_.contains(calls[i]), "an entry is for a pending call");
+      entry.items[i].name = calls[i].second;
     }
     queue.push_back(std::move(entry));
   }
 
+  std::vector<Key> accept_calls(const Entry& entry) {
+    try {
+      return announcer_.accept(entry);
+    } catch (const Error& error) {
+      throw Broken(error.what());
+    }
+  }
+
   void announce_again(uint64_t id) {
     if (state_ == State::Leaving) return;
-    const std::string* name = cache_.name(id);
-    require(name != nullptr, "only an id that this rank announced is asked for in full");
-    const auto it = pending_.find(Key{cache_.request(id)->set, *name});
-    require(it != pending_.end() && it->second.id == id, "only pending calls are asked for");
-    cache_.forget(id);
-    it->second.id = 0;
-    say(Announce{it->second.request, it->second.blocked, id});
+    try {
+      say(announcer_.again(id));
+    } catch (const Error& error) {
+      throw Broken(error.what());
+    }
   }
 
   void apply(const Entry& entry, const Pending& pending) {
@@ -220,7 +206,7 @@ class SimRank {
     } else if (entry.kind == OpKind::RemoveSet) {
       const auto uid = static_cast<uint32_t>(entry.value);
       std::erase_if(uids_, [&](const auto& known) { return known.second == uid; });
-      cache_.forget_set(uid);
+      announcer_.forget_set(uid);
     }
   }
 
@@ -233,7 +219,7 @@ class SimRank {
   Key waits_for_;
   std::map<Key, Pending> pending_;
   std::map<size_t, uint32_t> uids_;  // by number of the set
-  NameCache cache_;
+  Announcer<Key> announcer_;
   uint64_t last_seq_ = 0;
   size_t errors_ = 0;
 };
