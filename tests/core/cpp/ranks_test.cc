@@ -134,6 +134,35 @@ void test_nobody_waits() {
   });
 }
 
+// Makes one call; how it ended. A right result is checked.
+Status attempt(World& world, int32_t r, const Plot& plot) {
+  Job job = make_job(plot, r, world.size());
+  try {
+    submit(world[r], job);
+  } catch (const Error& e) {
+    return e.status();
+  }
+  Status status = finish(world[r], job);
+  if (status.ok()) check_result(job);
+  return status;
+}
+
+// Whoever sleeps is woken by what it waits for, not by its clock: a lost wake-up costs 100 ms or
+// more.
+void test_sleepers_are_woken() {
+  constexpr int kRounds = 30;
+  World world(3, {.plan = tiny_plan()});
+  const TimePoint start = std::chrono::steady_clock::now();
+  world.each_rank([&](int32_t r) {
+    for (int round = 0; round < kRounds; ++round) {
+      if (r == round % 3) std::this_thread::sleep_for(5ms);  // the others sleep by now
+      const Status status = attempt(world, r, {.name = "x", .counts = {3000}});
+      CHECK(status.ok());
+    }
+  });
+  CHECK(std::chrono::steady_clock::now() - start < kRounds * 60ms);
+}
+
 uint32_t add_set(World& world, int32_t rank, const std::vector<int32_t>& members, int call) {
   Job job;
   job.call->kind = OpKind::AddSet;
@@ -198,19 +227,6 @@ void test_cycles() {
       world[r].shutdown("", 2s);  // in its own time, while others may still work
     });
   }
-}
-
-// Makes one call; how it ended. A right result is checked.
-Status attempt(World& world, int32_t r, const Plot& plot) {
-  Job job = make_job(plot, r, world.size());
-  try {
-    submit(world[r], job);
-  } catch (const Error& e) {
-    return e.status();
-  }
-  Status status = finish(world[r], job);
-  if (status.ok()) check_result(job);
-  return status;
 }
 
 Status until_failure(World& world, int32_t r, const std::vector<OpKind>& kinds, int64_t count) {
@@ -371,6 +387,7 @@ constexpr Test kTests[] = {
     {"results", test_results},
     {"shared handles", test_shared_handles},
     {"nobody waits", test_nobody_waits},
+    {"sleepers are woken", test_sleepers_are_woken},
     {"cycles", test_cycles},
     {"loss at every step", test_loss_at_every_step},
     {"freeze", test_freeze},
