@@ -83,6 +83,22 @@ def test_every_disagreement_is_a_mismatch_on_every_rank() -> None:
         usable("x")
 
 
+class Refusing(hvd.Compression.none):
+    """A user's compressor that can't."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
+        raise ValueError("not this tensor")
+
+
+class Breaking(hvd.Compression.none):
+    """A user's compressor with a fault."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
+        raise RuntimeError("broken")
+
+
 def refusals() -> list[tuple[type[Exception], Callable[[str], object]]]:
     """Calls that are wrong by themselves, whatever the others do."""
     ones = torch.ones(4, 2)
@@ -106,6 +122,19 @@ def refusals() -> list[tuple[type[Exception], Callable[[str], object]]]:
         (ValueError, lambda name: hvd.allreduce(ones.bool(), name=name, op=hvd.Average)),
         (ValueError, lambda name: hvd.allreduce(ones.cfloat(), name=name, op=hvd.Max)),
         (ValueError, lambda name: hvd.allreduce(ones, name=name, op=hvd.Adasum)),
+        (ValueError, lambda name: hvd.allreduce(ones, name=name, op=17)),
+        (ValueError, lambda name: hvd.allreduce_(ones, name=name, op=17)),
+        (ValueError, lambda name: hvd.allreduce(ones, True, name, op=hvd.Sum)),
+        (TypeError, lambda name: hvd.allreduce(ones, "average", name)),
+        (ValueError, lambda name: hvd.allreduce(ones, name=name, compression=Refusing)),
+        (ValueError, lambda name: hvd.grouped_allreduce([ones], name=name, op=17)),
+        (ValueError, lambda name: hvd.grouped_allreduce_([ones], name=name, op=17)),
+        (ValueError, lambda name: hvd.grouped_allreduce([ones], name=name, compression=Refusing)),
+        (ValueError, lambda name: hvd.reducescatter(ones, name=name, op=17)),
+        (ValueError, lambda name: hvd.reducescatter(ones, name=name, compression=Refusing)),
+        (ValueError, lambda name: hvd.grouped_reducescatter([ones], name=name, op=17)),
+        (ValueError, lambda name: hvd.broadcast(ones, 1 << 40, name=name)),
+        (ValueError, lambda name: hvd.alltoall(ones, [1 << 70, 0], name=name)),
         (TypeError, lambda name: hvd.allreduce(ones, name=name, prescale_factor=None)),
         (TypeError, lambda name: hvd.broadcast(ones, None, name=name)),
         (ValueError, lambda name: hvd.broadcast(ones, 2, name=name)),
@@ -124,6 +153,7 @@ def refusals() -> list[tuple[type[Exception], Callable[[str], object]]]:
 
 MATCHING: dict[str, Callable[[str], object]] = {
     "allreduce": lambda name: hvd.allreduce(torch.ones(4, 2), name=name),
+    "grouped_allreduce": lambda name: hvd.grouped_allreduce([torch.ones(4)], name=name),
     "broadcast": lambda name: hvd.broadcast(torch.ones(4, 2), 0, name=name),
     "allgather": lambda name: hvd.allgather(torch.ones(4, 2), name=name),
     "alltoall": lambda name: hvd.alltoall(torch.ones(4, 2), [2, 2], name=name),
@@ -155,6 +185,20 @@ def test_a_call_that_is_wrong_on_one_rank_fails_on_all() -> None:
                 with soon(), pytest.raises(MismatchError, match="rank 1"):
                     MATCHING[name.partition(".")[0]](name)
             usable(name)
+
+
+@pytest.mark.np(2)
+def test_an_unnamed_call_that_is_wrong_on_one_rank_keeps_its_place() -> None:
+    ones = torch.ones(4)
+    for kind, wrong, right in (
+        (ValueError, lambda: hvd.allreduce(ones, op=17), hvd.allreduce),
+        (RuntimeError, lambda: hvd.allreduce(ones, compression=Breaking), hvd.allreduce),
+        (ValueError, lambda: hvd.reducescatter_async(ones, op=17), hvd.reducescatter),
+    ):
+        with soon(), pytest.raises(kind if hvd.rank() else MismatchError):
+            wrong() if hvd.rank() else right(ones)
+        assert hvd.allreduce(ones * hvd.rank(), op=hvd.Max).tolist() == [1.0] * 4
+        assert hvd.reducescatter(ones, op=hvd.Sum).tolist() == [2.0] * 2
 
 
 @pytest.mark.np(2)

@@ -479,6 +479,24 @@ def test_a_compressor_of_the_users_own() -> None:
 
 
 @pytest.mark.np(2)
+def test_a_compressor_that_fails_on_one_rank_fails_the_gradient_on_all() -> None:
+    class Broken(Halving):
+        def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+            if hvd.rank() == 1:
+                raise RuntimeError("broken")
+            return super().compress(tensor)
+
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = wrap(model, compression=Broken())
+    with pytest.raises(
+        hvd.HorovodInternalError if hvd.rank() == 0 else RuntimeError, match="broken"
+    ):
+        model(torch.ones(2)).sum().backward()
+        optimizer.synchronize()
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [2.0, 2.0]
+
+
+@pytest.mark.np(2)
 def test_closures_see_reduced_gradients_and_the_mean_loss() -> None:
     for make in (
         lambda ps: torch.optim.SGD(ps, lr=0.1),

@@ -187,7 +187,16 @@ class Call:
         HorovodInternalError: the engine isn't running.
     """
 
-    __slots__ = ("_engine", "_handed_over", "_set", "name", "op", "process_set", "unnamed")
+    __slots__ = (
+        "_engine",
+        "_handed_over",
+        "_set",
+        "grouped",
+        "name",
+        "op",
+        "process_set",
+        "unnamed",
+    )
 
     def __init__(
         self, op: Op, name: str | None, process_set: ProcessSet, *, grouped: bool = False
@@ -195,6 +204,7 @@ class Call:
         """Gives the call its name and, if it has none, its number."""
         self.op = op
         self.process_set = process_set
+        self.grouped = grouped
         self._engine = basics.engine()
         _calls.enter(self._engine)
         self._set = _set_id(process_set, op, name)

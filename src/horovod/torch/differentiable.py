@@ -14,9 +14,17 @@ import torch
 
 from horovod.common import basics, ops
 from horovod.common.compression import NoneCompressor
-from horovod.common.ops import ReduceOp, reduce_op, synchronize
+from horovod.common.ops import Call, ReduceOp, reduce_op, synchronize
 from horovod.common.process_sets import ProcessSet, global_process_set
-from horovod.torch.ops import Average, Compressing, Sum, Tensors, alltoall_async, submit
+from horovod.torch.ops import (
+    Average,
+    Compressing,
+    Sum,
+    Tensors,
+    alltoall_async,
+    broadcast_async,
+    submit,
+)
 from horovod.torch.views import to_engine, to_new
 
 
@@ -52,23 +60,26 @@ def _outputs(handle: int, grouped: bool) -> Tensors:
     return tuple(result) if grouped else (result,)
 
 
+# What follows runs inside the `with` of the call, so that a failure here reaches the other ranks.
+# A gradient must not refer to the call, which would keep an engine for as long as the graph.
+
+
 def _allreduce(
+    call: Call,
     tensors: Tensors,
-    grouped: bool,
-    name: str | None,
     compression: Compressing,
     op: ReduceOp,
     scales: tuple[float, float],
-    process_set: ProcessSet,
 ) -> list[torch.Tensor]:
+    grouped, process_set = call.grouped, call.process_set
     options: dict[str, Any] = {"reduce_op": op, "prescale": scales[0], "postscale": scales[1]}
 
     def run(tensors: Tensors) -> Tensors:
-        handle = submit(ops.ALLREDUCE, tensors, to_new, name, process_set, grouped, **options)
-        return _outputs(handle, grouped)
+        return _outputs(submit(call, tensors, to_new, **options), grouped)
 
     def gradient(grads: Tensors) -> Tensors:
-        return _allreduce(grads, grouped, None, NoneCompressor, op, scales, process_set)
+        with Call(ops.ALLREDUCE, None, process_set, grouped=grouped) as back:
+            return _allreduce(back, grads, NoneCompressor, op, scales)
 
     packed = [compression.compress(tensor) for tensor in tensors]
     reduced = _differentiable(run, gradient, [tensor for tensor, _ in packed])
@@ -114,8 +125,8 @@ def allreduce(
         HorovodInternalError: members disagree, a peer is lost, or the engine isn't running.
     """
     scales = (prescale_factor, postscale_factor)
-    chosen = reduce_op(op, average)
-    return _allreduce([tensor], False, name, compression, chosen, scales, process_set)[0]
+    with Call(ops.ALLREDUCE, name, process_set) as call:
+        return _allreduce(call, [tensor], compression, reduce_op(op, average), scales)[0]
 
 
 def grouped_allreduce(
@@ -144,19 +155,23 @@ def grouped_allreduce(
         New tensors, in the order of `tensors`.
     """
     scales = (prescale_factor, postscale_factor)
-    chosen = reduce_op(op, average)
-    return _allreduce(tensors, True, name, compression, chosen, scales, process_set)
+    with Call(ops.ALLREDUCE, name, process_set, grouped=True) as call:
+        return _allreduce(call, tensors, compression, reduce_op(op, average), scales)
 
 
-def _allgather(
-    tensors: Tensors, grouped: bool, name: str | None, process_set: ProcessSet
-) -> Tensors:
+def _mean(grads: Tensors, grouped: bool, process_set: ProcessSet) -> list[torch.Tensor]:
+    with Call(ops.ALLREDUCE, None, process_set, grouped=grouped) as call:
+        return _allreduce(call, grads, NoneCompressor, Average, (1.0, 1.0))
+
+
+def _allgather(call: Call, tensors: Tensors) -> Tensors:
+    grouped, process_set = call.grouped, call.process_set
+
     def run(tensors: Tensors) -> Tensors:
-        handle = submit(ops.ALLGATHER, tensors, to_engine, name, process_set, grouped)
-        return _outputs(handle, grouped)
+        return _outputs(submit(call, tensors, to_engine), grouped)
 
     def gradient(grads: Tensors) -> Tensors:
-        means = _allreduce(grads, grouped, None, NoneCompressor, Average, (1.0, 1.0), process_set)
+        means = _mean(grads, grouped, process_set)
         mine = torch.tensor([[tensor.shape[0] for tensor in tensors]])
         rows = allgather(mine, process_set=process_set)
         starts = rows[: ops.index(process_set)].sum(0).tolist()
@@ -189,14 +204,16 @@ def allgather(
             already.
         HorovodInternalError: members disagree, a peer is lost, or the engine isn't running.
     """
-    return _allgather([tensor], False, name, process_set)[0]
+    with Call(ops.ALLGATHER, name, process_set) as call:
+        return _allgather(call, [tensor])[0]
 
 
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[torch.Tensor, ...]:
     """Gathers several tensors as one call; otherwise as `allgather`."""
-    return tuple(_allgather(tensors, True, name, process_set))
+    with Call(ops.ALLGATHER, name, process_set, grouped=True) as call:
+        return tuple(_allgather(call, tensors))
 
 
 def broadcast(
@@ -225,11 +242,10 @@ def broadcast(
     """
 
     def run(tensors: Tensors) -> Tensors:
-        handle = submit(ops.BROADCAST, tensors, to_new, name, process_set, root=root_rank)
-        return _outputs(handle, False)
+        return (synchronize(broadcast_async(tensors[0], root_rank, name, process_set)),)
 
     def gradient(grads: Tensors) -> Tensors:
-        means = _allreduce(grads, False, None, NoneCompressor, Average, (1.0, 1.0), process_set)
+        means = _mean(grads, False, process_set)
         return means if basics.rank() == root_rank else [torch.zeros_like(mean) for mean in means]
 
     return _differentiable(run, gradient, [tensor])[0]
@@ -278,26 +294,23 @@ def alltoall(
 
 
 def _reducescatter(
+    call: Call,
     tensors: Tensors,
-    grouped: bool,
-    name: str | None,
     compression: Compressing,
     op: ReduceOp,
     scales: tuple[float, float],
-    process_set: ProcessSet,
 ) -> list[torch.Tensor]:
+    grouped, process_set = call.grouped, call.process_set
     options: dict[str, Any] = {"reduce_op": op, "prescale": scales[0], "postscale": scales[1]}
 
     def run(tensors: Tensors) -> Tensors:
-        handle = submit(
-            ops.REDUCESCATTER, tensors, to_engine, name, process_set, grouped, **options
-        )
-        return _outputs(handle, grouped)
+        return _outputs(submit(call, tensors, to_engine, **options), grouped)
 
     def gradient(grads: Tensors) -> Tensors:
         size = ops.members(process_set) if op is Sum else 1
         scale = size * scales[0] * scales[1]
-        return [grad * scale for grad in _allgather(grads, grouped, None, process_set)]
+        with Call(ops.ALLGATHER, None, process_set, grouped=grouped) as back:
+            return [grad * scale for grad in _allgather(back, grads)]
 
     packed = [compression.compress(tensor) for tensor in tensors]
     reduced = _differentiable(run, gradient, [tensor for tensor, _ in packed])
@@ -340,8 +353,8 @@ def reducescatter(
             isn't running.
     """
     scales = (prescale_factor, postscale_factor)
-    chosen = reduce_op(op, None)
-    return _reducescatter([tensor], False, name, compression, chosen, scales, process_set)[0]
+    with Call(ops.REDUCESCATTER, name, process_set) as call:
+        return _reducescatter(call, [tensor], compression, reduce_op(op, None), scales)[0]
 
 
 def grouped_reducescatter(
@@ -355,5 +368,5 @@ def grouped_reducescatter(
 ) -> list[torch.Tensor]:
     """Reduces and scatters several tensors as one call; otherwise as `reducescatter`."""
     scales = (prescale_factor, postscale_factor)
-    chosen = reduce_op(op, None)
-    return _reducescatter(tensors, True, name, compression, chosen, scales, process_set)
+    with Call(ops.REDUCESCATTER, name, process_set, grouped=True) as call:
+        return _reducescatter(call, tensors, compression, reduce_op(op, None), scales)

@@ -30,27 +30,25 @@ Tensors = Sequence[torch.Tensor]
 
 
 def submit(
-    op: ops.Op,
-    tensors: Sequence[torch.Tensor],
-    stage: Callable[[torch.Tensor], Staged],
-    name: str | None,
-    process_set: ProcessSet,
-    grouped: bool = False,
-    **options: Any,
+    call: Call, tensors: Tensors, stage: Callable[[torch.Tensor], Staged], **options: Any
 ) -> int:
-    """Submits one tensor, or a group under one name; `options` are those of `Call.submit`."""
-    with Call(op, name, process_set, grouped=grouped) as call:
-        staged = [stage(tensor) for tensor in tensors]
-        if not staged:
-            raise ValueError("the list of tensors is empty")
+    """Submits the call's tensor, or its group; `options` are those of `Call.submit`.
 
-        def finish(result: Any) -> Any:
-            outputs = tuple(
-                one.finish(output) for one, output in zip(staged, result.outputs, strict=True)
-            )
-            return outputs if grouped else outputs[0]
+    Whatever can fail on one rank alone belongs inside the ``with`` of the call, as this does, also
+    making the options: then the other ranks are told.
+    """
+    staged = [stage(tensor) for tensor in tensors]
+    if not staged:
+        raise ValueError("the list of tensors is empty")
+    grouped = call.grouped
 
-        return call.submit([one.view for one in staged], finish, keep=staged, **options)
+    def finish(result: Any) -> Any:
+        outputs = tuple(
+            one.finish(output) for one, output in zip(staged, result.outputs, strict=True)
+        )
+        return outputs if grouped else outputs[0]
+
+    return call.submit([one.view for one in staged], finish, keep=staged, **options)
 
 
 def allreduce_async(
@@ -63,16 +61,15 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As `allreduce`, but gives a handle at once; `synchronize` then gives a new tensor."""
-    return submit(
-        ops.ALLREDUCE,
-        (tensor,),
-        to_new,
-        name,
-        process_set,
-        reduce_op=reduce_op(op, average),
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-    )
+    with Call(ops.ALLREDUCE, name, process_set) as call:
+        return submit(
+            call,
+            (tensor,),
+            to_new,
+            reduce_op=reduce_op(op, average),
+            prescale=prescale_factor,
+            postscale=postscale_factor,
+        )
 
 
 def allreduce_(
@@ -85,9 +82,15 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """As `allreduce`, but writes the result into the tensor and gives that; not differentiable."""
-    handle = allreduce_async_(
-        tensor, None, name, reduce_op(op, average), prescale_factor, postscale_factor, process_set
-    )
+    with Call(ops.ALLREDUCE, name, process_set) as call:
+        handle = submit(
+            call,
+            (tensor,),
+            in_place,
+            reduce_op=reduce_op(op, average),
+            prescale=prescale_factor,
+            postscale=postscale_factor,
+        )
     result: torch.Tensor = synchronize(handle)
     return result
 
@@ -102,16 +105,15 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As `allreduce_`, but gives a handle at once; `synchronize` then gives the tensor itself."""
-    return submit(
-        ops.ALLREDUCE,
-        (tensor,),
-        in_place,
-        name,
-        process_set,
-        reduce_op=reduce_op(op, average),
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-    )
+    with Call(ops.ALLREDUCE, name, process_set) as call:
+        return submit(
+            call,
+            (tensor,),
+            in_place,
+            reduce_op=reduce_op(op, average),
+            prescale=prescale_factor,
+            postscale=postscale_factor,
+        )
 
 
 def grouped_allreduce_async(
@@ -124,17 +126,15 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As `grouped_allreduce`, but gives a handle at once; `synchronize` then gives a tuple."""
-    return submit(
-        ops.ALLREDUCE,
-        tensors,
-        to_new,
-        name,
-        process_set,
-        grouped=True,
-        reduce_op=reduce_op(op, average),
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-    )
+    with Call(ops.ALLREDUCE, name, process_set, grouped=True) as call:
+        return submit(
+            call,
+            tensors,
+            to_new,
+            reduce_op=reduce_op(op, average),
+            prescale=prescale_factor,
+            postscale=postscale_factor,
+        )
 
 
 def grouped_allreduce_(
@@ -147,9 +147,15 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> tuple[torch.Tensor, ...]:
     """As `grouped_allreduce`, but writes into the tensors and gives those; not differentiable."""
-    handle = grouped_allreduce_async_(
-        tensors, None, name, reduce_op(op, average), prescale_factor, postscale_factor, process_set
-    )
+    with Call(ops.ALLREDUCE, name, process_set, grouped=True) as call:
+        handle = submit(
+            call,
+            tensors,
+            in_place,
+            reduce_op=reduce_op(op, average),
+            prescale=prescale_factor,
+            postscale=postscale_factor,
+        )
     results: tuple[torch.Tensor, ...] = synchronize(handle)
     return results
 
@@ -164,31 +170,31 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As `grouped_allreduce_`, but gives a handle at once; `synchronize` then gives a tuple."""
-    return submit(
-        ops.ALLREDUCE,
-        tensors,
-        in_place,
-        name,
-        process_set,
-        grouped=True,
-        reduce_op=reduce_op(op, average),
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-    )
+    with Call(ops.ALLREDUCE, name, process_set, grouped=True) as call:
+        return submit(
+            call,
+            tensors,
+            in_place,
+            reduce_op=reduce_op(op, average),
+            prescale=prescale_factor,
+            postscale=postscale_factor,
+        )
 
 
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """As `allgather`, but gives a handle at once."""
-    return submit(ops.ALLGATHER, (tensor,), to_engine, name, process_set)
+    with Call(ops.ALLGATHER, name, process_set) as call:
+        return submit(call, (tensor,), to_engine)
 
 
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """As `grouped_allgather`, but gives a handle at once; `synchronize` then gives a tuple."""
-    return submit(ops.ALLGATHER, tensors, to_engine, name, process_set, grouped=True)
+    with Call(ops.ALLGATHER, name, process_set, grouped=True) as call:
+        return submit(call, tensors, to_engine)
 
 
 def broadcast_async(
@@ -198,7 +204,8 @@ def broadcast_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As `broadcast`, but gives a handle at once."""
-    return submit(ops.BROADCAST, (tensor,), to_new, name, process_set, root=root_rank)
+    with Call(ops.BROADCAST, name, process_set) as call:
+        return submit(call, (tensor,), to_new, root=root_rank)
 
 
 def broadcast_(
@@ -219,7 +226,8 @@ def broadcast_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As `broadcast_`, but gives a handle at once; `synchronize` then gives the tensor itself."""
-    return submit(ops.BROADCAST, (tensor,), in_place, name, process_set, root=root_rank)
+    with Call(ops.BROADCAST, name, process_set) as call:
+        return submit(call, (tensor,), in_place, root=root_rank)
 
 
 def alltoall_async(
@@ -265,16 +273,15 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """As `reducescatter`, but gives a handle at once."""
-    return submit(
-        ops.REDUCESCATTER,
-        (tensor,),
-        to_engine,
-        name,
-        process_set,
-        reduce_op=reduce_op(op, None),
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-    )
+    with Call(ops.REDUCESCATTER, name, process_set) as call:
+        return submit(
+            call,
+            (tensor,),
+            to_engine,
+            reduce_op=reduce_op(op, None),
+            prescale=prescale_factor,
+            postscale=postscale_factor,
+        )
 
 
 def grouped_reducescatter_async(
@@ -286,17 +293,15 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """As `grouped_reducescatter`, but gives a handle at once; `synchronize` then gives a tuple."""
-    return submit(
-        ops.REDUCESCATTER,
-        tensors,
-        to_engine,
-        name,
-        process_set,
-        grouped=True,
-        reduce_op=reduce_op(op, None),
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-    )
+    with Call(ops.REDUCESCATTER, name, process_set, grouped=True) as call:
+        return submit(
+            call,
+            tensors,
+            to_engine,
+            reduce_op=reduce_op(op, None),
+            prescale=prescale_factor,
+            postscale=postscale_factor,
+        )
 
 
 def join(device: int = -1) -> int:

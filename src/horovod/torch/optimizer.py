@@ -17,11 +17,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from horovod.common import basics, ops
 from horovod.common.exceptions import HorovodInternalError
-from horovod.common.ops import ReduceOp
+from horovod.common.ops import Call, ReduceOp
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.torch.compression import Compression
 from horovod.torch.differentiable import allreduce
-from horovod.torch.ops import Average, Compressing, allreduce_async_
+from horovod.torch.ops import Average, Compressing, submit
+from horovod.torch.views import in_place
 
 
 class _Registry:
@@ -163,15 +164,17 @@ class _Distributed(torch.optim.Optimizer):
             gradient = torch.zeros_like(parameter)
             if parameter.requires_grad:  # a parameter frozen since stays without, as in plain torch
                 parameter.grad = gradient
-        wire, context = self._compression.compress(gradient)
-        handle = allreduce_async_(
-            wire,
-            name=self._prefix + self._parameter_names[parameter],
-            op=self.op,
-            prescale_factor=self._scales[0],
-            postscale_factor=self._scales[1],
-            process_set=self.process_set,
-        )
+        name = self._prefix + self._parameter_names[parameter]
+        with Call(ops.ALLREDUCE, name, self.process_set) as call:
+            wire, context = self._compression.compress(gradient)
+            handle = submit(
+                call,
+                (wire,),
+                in_place,
+                reduce_op=self.op,
+                prescale=self._scales[0],
+                postscale=self._scales[1],
+            )
         self._handles[parameter] = (handle, context)
         self._run = ops.run()
 
