@@ -54,7 +54,7 @@ class Announcer {
   }
 
   // The calls of an entry, in its order. They are open no more.
-  std::vector<T> accept(const Entry& entry) {
+  std::vector<T> take(const Entry& entry) {
     std::vector<T> calls;
     calls.reserve(entry.items.size());
     for (const EntryItem& item : entry.items) {

@@ -34,7 +34,7 @@ std::string describe_ranks(std::span<const int32_t> ranks) {
     size_t last = i;
     while (last + 1 < ranks.size() && ranks[last + 1] == ranks[last] + 1) ++last;
     std::string range = std::to_string(ranks[i]);
-    if (last > i) range += "-" + std::to_string(ranks[last]);
+    if (last > i) range.append("-").append(std::to_string(ranks[last]));
     ranges.push_back(std::move(range));
     i = last + 1;
   }
@@ -58,7 +58,8 @@ std::string describe_seconds(double seconds) {
 }
 
 std::string message_prefix(int32_t rank, int32_t size) {
-  return "[horovod " + std::to_string(rank) + "/" + std::to_string(size) + "] ";
+  std::string out = "[horovod ";
+  return out.append(std::to_string(rank)).append("/").append(std::to_string(size)).append("] ");
 }
 
 std::string describe_rank(int32_t rank, std::span<const std::string> names) {

@@ -238,7 +238,7 @@ void Progress::receive_entry(Entry&& entry) {
     acknowledged_ = true;
     return;
   }
-  std::vector<LocalCallPtr> calls = announcer_.accept(entry);
+  std::vector<LocalCallPtr> calls = announcer_.take(entry);
   if (!entry.status.ok() || !moves_data(entry)) {
     for (const LocalCallPtr& call : calls) finish_control(entry, call);
     return;

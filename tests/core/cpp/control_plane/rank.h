@@ -128,8 +128,8 @@ class SimRank {
     up.emplace_back();
     encode(message, rank_, up.back());
   }
-  void say(const Item& item) {
-    std::visit([this](const auto& it) { say(Message(it)); }, item);
+  void say_item(const Item& item) {
+    std::visit([this](const auto& it) { say(it); }, item);
   }
 
   void submit(const Step& step, Request request, const Key& key) {
@@ -142,13 +142,13 @@ class SimRank {
     Pending& pending = pending_[key];
     pending.request = std::move(request);
     pending.adds = step.adds;
-    say(announcer_.announce(key, pending.request, step.sync));
+    say_item(announcer_.announce(key, pending.request, step.sync));
     if (step.sync) stop(key);
   }
 
   void wait(const Key& key) {
     if (!pending_.contains(key)) return;
-    if (const auto item = announcer_.block(key.first, key.second)) say(*item);
+    if (const auto item = announcer_.block(key.first, key.second)) say_item(*item);
     stop(key);
   }
 
@@ -184,7 +184,7 @@ class SimRank {
 
   std::vector<Key> accept_calls(const Entry& entry) {
     try {
-      return announcer_.accept(entry);
+      return announcer_.take(entry);
     } catch (const Error& error) {
       throw Broken(error.what());
     }
@@ -193,7 +193,7 @@ class SimRank {
   void announce_again(uint64_t id) {
     if (state_ == State::Leaving) return;
     try {
-      say(announcer_.again(id));
+      say_item(announcer_.again(id));
     } catch (const Error& error) {
       throw Broken(error.what());
     }
