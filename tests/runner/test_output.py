@@ -6,6 +6,7 @@ import io
 import os
 import re
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
@@ -63,6 +64,16 @@ def test_a_line_without_end_does_not_fill_the_memory(monkeypatch: pytest.MonkeyP
         b"",
     ]
     assert prefixed(b"x" * 11) == [P + b"x" * 11, b"\n"]
+
+
+def test_a_long_line_of_small_pieces_costs_its_length() -> None:
+    prefixer = LinePrefixer(1, "stdout")
+    pieces = output.OPEN_LINE_BYTES // 8
+    before = time.thread_time()
+    for _ in range(pieces):
+        assert prefixer.feed(b"=======>") == b""
+    assert time.thread_time() - before < 2.0  # seconds; 0.1 on a usual machine
+    assert len(prefixer.finish()) == len(P) + 8 * pieces + 1
 
 
 @given(st.lists(st.text(alphabet="ab\r\n", max_size=6), max_size=8))

@@ -45,16 +45,15 @@ class LinePrefixer:
             self._after_return = False
             return head
         self._after_return = data.endswith(b"\r")
-        self._open += data
-        lines = self._open.splitlines(keepends=True)
-        if data.endswith((b"\n", b"\r")):
-            self._open = bytearray()
-        else:
-            self._open = lines.pop()
+        # Only what is new is looked at: a progress bar makes one long line of many small pieces.
+        lines = data.splitlines(keepends=True)
+        rest = b"" if data.endswith((b"\n", b"\r")) else lines.pop()
         out = [head]
         for line in lines:
-            out += (self._beginning(), bytes(line))
+            out += (self._beginning(), bytes(self._open), line)
+            self._open.clear()
             self._continued = False
+        self._open += rest
         if len(self._open) > OPEN_LINE_BYTES:
             out += (self._beginning(), bytes(self._open))
             self._open = bytearray()
