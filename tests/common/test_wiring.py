@@ -301,7 +301,7 @@ def gift(size_bytes=SEGMENT_BYTES):
     return wiring._GIFT.pack(wiring._GIFT_MAGIC, size_bytes)
 
 
-def test_strangers_at_the_door_disturb_nobody(job, against_fake):
+def test_strangers_at_the_door_disturb_nobody(job, against_fake, caplog):
     def play(fake, sock):
         crowd = [fake.connect() for _ in range(3)]
         crowd[0].sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
@@ -331,6 +331,8 @@ def test_strangers_at_the_door_disturb_nobody(job, against_fake):
     wires = against_fake(play)
     assert isinstance(wires, wiring.Wires)
     wires.close()
+    refusals = [r for r in caplog.records if "the door of rank 0 refused" in r.getMessage()]
+    assert len(refusals) == 1, refusals
 
 
 def unsealed():

@@ -21,6 +21,7 @@ _LEVELS = {
     "error": logging.ERROR,
     "fatal": logging.CRITICAL,
 }
+_PERIOD_S = 60.0
 _LETTERS = ((50, "F"), (40, "E"), (30, "W"), (20, "I"), (10, "D"), (0, "T"))
 
 
@@ -50,6 +51,20 @@ class _Handler(logging.Handler):
                 stream.flush()
         except Exception:  # logging's own rule: a broken stream must not break the program
             self.handleError(record)
+
+
+class Rarely:
+    """Lets the first log line through, then at most one a minute: for what strangers can cause."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    def due(self, now: float) -> bool:
+        """Whether a line may be written at this monotonic time; if so, it counts as written."""
+        if now < self._next:
+            return False
+        self._next = now + _PERIOD_S
+        return True
 
 
 def configure(level: str, hide_time: bool, rank: int) -> None:

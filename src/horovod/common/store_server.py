@@ -16,7 +16,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-from horovod.common import frames, proof, sockets
+from horovod.common import frames, logs, proof, sockets
 from horovod.common.frames import Kind, Reply, Request, Status
 
 LOG = logging.getLogger("horovod")
@@ -28,25 +28,11 @@ _UNPROVED_PATIENCE_S = 0.5  # an unproved connection gives way to a newer one on
 _NO_DESCRIPTOR_PAUSE_S = 0.1
 _MAX_KEYS = 1 << 16
 _BACKLOG = 1024
-_LOG_PERIOD_S = 60.0
 
 
 def proof_context(job_id: str) -> bytes:
     """What a proof to the store is bound to."""
     return proof.context("store", job_id)
-
-
-class _Rarely:
-    """Lets the first log line through, then at most one a period."""
-
-    def __init__(self) -> None:
-        self._next = 0.0
-
-    def due(self, now: float) -> bool:
-        if now < self._next:
-            return False
-        self._next = now + _LOG_PERIOD_S
-        return True
 
 
 class _Connection:
@@ -102,8 +88,8 @@ class StoreServer:
         self._unproved: dict[_Connection, None] = {}  # oldest first
         self._resume_at: float | None = None  # set while no connection is accepted
         self._refused = 0
-        self._refusal_log = _Rarely()
-        self._descriptor_log = _Rarely()
+        self._refusal_log = logs.Rarely()
+        self._descriptor_log = logs.Rarely()
         self._resources = contextlib.ExitStack()
         self._thread: threading.Thread | None = None
 

@@ -23,12 +23,13 @@ import socket
 import stat
 import struct
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from horovod.common import proof, sockets
+from horovod.common import logs, proof, sockets
 from horovod.common.config import Settings
 from horovod.common.exceptions import HorovodInternalError, PeerLostError, ResourceError
 from horovod.common.store import StoreClient, StoreError, StoreTimeout
@@ -51,6 +52,36 @@ _NO_MEMORY = (errno.ENOMEM, errno.ENOSPC, errno.ENOBUFS, errno.EFBIG)
 _T = TypeVar("_T")
 
 
+class _Closable(Protocol):
+    def close(self) -> object:
+        """May be called again."""
+
+
+_open: weakref.WeakSet[_Closable] = weakref.WeakSet()
+"""All that attempts to connect have open now or had once."""
+
+
+def _close_in_forked_child() -> None:
+    """A child that is forked while another thread connects keeps nothing of it."""
+    for each in list(_open):
+        each.close()
+
+
+os.register_at_fork(after_in_child=_close_in_forked_child)
+
+
+class _Descriptors(contextlib.ExitStack):
+    """Descriptors that are closed together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        _open.add(self)
+
+    def own(self, descriptor: int) -> int:
+        self.callback(os.close, descriptor)
+        return descriptor
+
+
 @dataclass
 class Wires:
     """What one engine needs of its peers: descriptors by rank, -1 where there is none.
@@ -69,7 +100,7 @@ class Wires:
     doorbells: list[int]
     sockets: list[int]
     pidfds: list[int]
-    _resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
+    _resources: contextlib.ExitStack = field(default_factory=_Descriptors, repr=False)
 
     def close(self) -> None:
         """Closes every descriptor. Calling it again does nothing."""
@@ -209,7 +240,9 @@ class _Wiring:
         self._memory_bytes = memory_bytes
         # rank -> (segment, doorbell, socket, pidfd)
         self._links: dict[int, tuple[int, int, int, int]] = {}
-        self._resources = contextlib.ExitStack()
+        self._resources = _Descriptors()
+        self._refused = 0
+        self._refusal_log = logs.Rarely()
 
     def run(self) -> Wires:
         began = time.monotonic()
@@ -219,6 +252,7 @@ class _Wiring:
                 listener = self._obtain("a door", lambda: sockets.listen(path, self._size + 16))
                 door.callback(path.unlink, missing_ok=True)
                 door.enter_context(listener)
+                _open.add(listener)
                 cards = self._meet(path.name)
                 self._names = [f"{card.host} pid {card.pid}" for card in cards]
                 self._memory_bytes = cards[0].memory_bytes
@@ -278,14 +312,10 @@ class _Wiring:
 
     def _make_own(self) -> None:
         what = f"{self._memory_bytes} bytes of shared memory"
-        segment = self._own(self._obtain(what, lambda: _make_segment(self._memory_bytes)))
+        segment = self._resources.own(self._obtain(what, lambda: _make_segment(self._memory_bytes)))
         flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
-        bell = self._own(self._obtain("a doorbell", lambda: os.eventfd(0, flags)))
+        bell = self._resources.own(self._obtain("a doorbell", lambda: os.eventfd(0, flags)))
         self._links[self._rank] = (segment, bell, -1, -1)
-
-    def _own(self, descriptor: int) -> int:
-        self._resources.callback(os.close, descriptor)
-        return descriptor
 
     # --- links ---
 
@@ -296,6 +326,7 @@ class _Wiring:
         """Links to a lower rank: connect, prove, give, take."""
         try:
             with self._obtain("a socket", lambda: sockets.connect(door, deadline)) as sock:
+                _open.add(sock)
                 proof.prove(sock, self._store.key, self._bound(rank), self._rank, deadline)
                 sock.settimeout(max(deadline - time.monotonic(), 0.001))
                 self._give(sock)
@@ -308,6 +339,7 @@ class _Wiring:
         guests: dict[_Guest, None] = {}  # oldest first
         news_at = time.monotonic() + _NEWS_S
         with self._obtain("an epoll descriptor", selectors.DefaultSelector) as selector:
+            _open.add(selector)
             selector.register(listener, selectors.EVENT_READ)
 
             def dismiss(guest: _Guest) -> None:
@@ -321,6 +353,7 @@ class _Wiring:
                     if now >= deadline:
                         raise self._unanswered()
                     for guest in [g for g in guests if now >= g.deadline]:
+                        self._refuse()
                         dismiss(guest)
                     if now >= news_at:
                         self._raise_if_given_up()
@@ -332,6 +365,7 @@ class _Wiring:
                                 dismiss(ready.data)
                             continue
                         if len(guests) >= self._size + _MAX_STRANGERS:
+                            self._refuse()
                             dismiss(next(iter(guests)))
                         newcomer = self._admit(listener)
                         if newcomer is not None:
@@ -346,6 +380,7 @@ class _Wiring:
             sock, _ = self._obtain("a socket", listener.accept)
         except OSError:  # who knocked has gone again
             return None
+        _open.add(sock)
         sock.setblocking(False)
         acceptor = proof.Acceptor(self._store.key, self._bound(self._rank))
         with contextlib.suppress(OSError):  # gone as well: reading from it will say so
@@ -367,6 +402,7 @@ class _Wiring:
                 if answer is not None:
                     rank = guest.acceptor.member
                     if not self._rank < rank < self._size or rank in self._links:
+                        self._refuse()
                         return True
                     guest.rank, guest.acceptor = rank, None
                     guest.deadline = math.inf  # the deadline of the whole rules from here on
@@ -382,8 +418,21 @@ class _Wiring:
             return False
         except (OSError, EOFError, proof.ProofError) as error:
             if guest.rank < 0:
+                if isinstance(error, proof.ProofError):
+                    self._refuse()
                 return True
             raise self._lost(guest.rank, error) from error
+
+    def _refuse(self) -> None:
+        """Counts somebody who is sent away from the door, with a rare log line."""
+        self._refused += 1
+        if self._refusal_log.due(time.monotonic()):
+            logs.LOGGER.warning(
+                "the door of rank %d refused a connection that did not prove it belongs there "
+                "(%d so far)",
+                self._rank,
+                self._refused,
+            )
 
     def _give(self, sock: socket.socket) -> None:
         segment, bell, _, _ = self._links[self._rank]
@@ -397,7 +446,7 @@ class _Wiring:
             "a descriptor", lambda: sockets.receive_descriptors(sock, _GIFT.size, 2)
         )
         for descriptor in descriptors:
-            self._own(descriptor)
+            self._resources.own(descriptor)
         if not data:
             raise EOFError("it closed the connection")
         flaw: str | None = "no shared memory"
@@ -410,7 +459,7 @@ class _Wiring:
     def _link(self, rank: int, sock: socket.socket, segment: int, bell: int) -> None:
         pidfd = self._pidfd(sockets.peer_pid(sock))
         sock.setblocking(False)
-        self._links[rank] = (segment, bell, self._own(sock.detach()), pidfd)
+        self._links[rank] = (segment, bell, self._resources.own(sock.detach()), pidfd)
 
     def _pidfd(self, pid: int) -> int:
         """A descriptor that becomes readable when the peer ends; -1 where there can be none.
@@ -421,7 +470,7 @@ class _Wiring:
         if pid <= 0:  # the peer lives in another pid namespace
             return -1
         try:
-            return self._own(self._obtain("a pidfd", lambda: os.pidfd_open(pid)))
+            return self._resources.own(self._obtain("a pidfd", lambda: os.pidfd_open(pid)))
         except OSError:  # forbidden in this container, or the peer has just ended
             return -1
 
