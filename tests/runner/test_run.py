@@ -119,6 +119,25 @@ def test_no_result_at_all() -> None:
         horovod.run(vanish, num_proc=2)
 
 
+def test_a_forked_child_holds_no_connection_and_gives_no_result() -> None:
+    def fork() -> list[str]:
+        sockets = []
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            for name in os.listdir("/proc/self/fd"):
+                try:
+                    sockets.append(os.readlink(f"/proc/self/fd/{name}"))
+                except FileNotFoundError:
+                    continue
+            os.write(write, "\n".join(sockets).encode())
+            sys.exit(0)  # goes up to where the task waits for the result
+        os.waitpid(child, 0)
+        return [line for line in os.read(read, 65536).decode().split("\n") if "socket" in line]
+
+    assert horovod.run(fork, num_proc=1) == [[]]
+
+
 def test_what_cannot_be_pickled() -> None:
     lock = threading.Lock()
     with pytest.raises(ValueError, match="can't be pickled"):

@@ -16,6 +16,7 @@ import socket
 import tempfile
 import threading
 import time
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -150,6 +151,7 @@ class StoreClient:
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
         self._closed = False
+        _clients.add(self)
         self._idle: socket.socket | None = self._connect(_CONNECT_S)
 
     @property
@@ -216,8 +218,9 @@ class StoreClient:
             self._discard(idle)
 
     def abandon(self) -> None:
-        """Closes the descriptors in a forked child; takes no lock and says nothing to the store."""
-        self._closed = True
+        """Closes the descriptors in a forked child, and says nothing to the store."""
+        self._lock = threading.Lock()  # a thread that does not exist here may hold the old one
+        self._closed, self._idle = True, None
         for sock in self._open:
             sock.close()
 
@@ -226,16 +229,16 @@ class StoreClient:
         sock = None
         try:
             sock = sockets.connect(self._path, deadline)
+            with self._lock:
+                self._open.add(sock)
             proof.prove(sock, self.key, self._bound, self._rank, deadline)
         except (OSError, proof.ProofError) as error:
             if sock is not None:
-                sock.close()
+                self._discard(sock)
             raise StoreError(
                 f"rank {self._rank} cannot reach the job's store at {self._path}: {error}. "
                 f"Has the launcher ended?"
             ) from error
-        with self._lock:
-            self._open.add(sock)
         return sock
 
     def _discard(self, sock: socket.socket) -> None:
@@ -297,3 +300,15 @@ class StoreClient:
             if reply is not None:
                 return reply
             sock.settimeout(progress_s)
+
+
+_clients: weakref.WeakSet[StoreClient] = weakref.WeakSet()
+
+
+def _abandon_in_forked_child() -> None:
+    """A child holds no connection of its parent's, whoever made the client and whatever it does."""
+    for client in list(_clients):
+        client.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_in_forked_child)

@@ -76,10 +76,14 @@ def main() -> None:
     """Runs the task. An exception goes on to the interpreter, which prints it."""
     settings = config.from_environ()
     store = connect(settings)
+    task = os.getpid()
     try:
-        store.set(f"result/{settings.rank}", call(store))
+        result = call(store)
+        if os.getpid() == task:  # not a child that the function forked, which may end up here too
+            store.set(f"result/{settings.rank}", result)
     except BaseException as error:
-        report(store, settings.rank, error)
+        if os.getpid() == task:
+            report(store, settings.rank, error)
         raise
     finally:
         store.close()
