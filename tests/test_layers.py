@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Bottom up; modules of one row don't import each other.
 COMMON = [
-    ["exceptions", "knobs", "logs", "compression"],
-    ["config", "sockets"],
+    ["exceptions", "knobs", "logs", "compression", "capabilities"],
+    ["config", "sockets", "kinds"],
     ["frames", "proof"],
     ["store_server"],
     ["store"],

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
+
+from horovod.common import basics
 
 LOSE = """
 basics.init()
@@ -346,3 +349,109 @@ if __name__ == "__main__":
 """,
         2,
     )
+
+
+def test_a_child_that_is_forked_while_init_waits_is_inert(ranks):
+    """Rank 1 comes late, so rank 0 is in init(), with a store connection and a door, for sure."""
+    ranks.run(
+        """
+if os.environ["HOROVOD_RANK"] == "1":
+    while not os.path.exists(os.environ["FLAG"]):
+        time.sleep(0.01)
+    basics.init()
+else:
+    thread = threading.Thread(target=basics.init)
+    thread.start()
+    def kinds():
+        found = []
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                found.append(os.readlink("/proc/self/fd/" + name).split(":")[0])
+            except FileNotFoundError:
+                continue
+        return found
+    while kinds().count("socket") < 2:
+        time.sleep(0.01)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            assert "socket" not in kinds() and "anon_inode" not in kinds(), kinds()
+            for call in (basics.engine, basics.init):
+                try:
+                    call()
+                    raise SystemExit("no error")
+                except ForkedError:
+                    pass
+            basics.shutdown()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    open(os.environ["FLAG"], "w").close()
+    thread.join()
+assert allreduce(1.0) == 2.0
+""",
+        2,
+        FLAG=str(ranks.job.directory / "flag"),
+    )
+
+
+def test_forks_amid_init_and_shutdown_leave_the_parent_a_working_engine(ranks):
+    ranks.run(
+        """
+stop = False
+def fork_on():
+    while not stop:
+        child = os.fork()
+        if child == 0:
+            basics.shutdown()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+thread = threading.Thread(target=fork_on)
+thread.start()
+for _ in range(5):
+    basics.init()
+    assert allreduce(1.0) == 2.0
+    basics.shutdown()
+stop = True
+thread.join()
+basics.init()
+barrier()
+""",
+        2,
+    )
+    assert faults(ranks) == {}
+
+
+@pytest.mark.parametrize("moment", ["before", "while"])
+def test_only_a_loss_before_this_rank_leaves_is_reported(monkeypatch, moment):
+    class Engine:
+        failed = moment == "before"
+
+        def take_messages(self):
+            return []
+
+        def failure(self):
+            return (3, "lost rank 1", 1) if self.failed else None
+
+        def shutdown(self, reason, timeout_s):
+            self.failed = True
+            world.pass_on()  # as the watcher does
+
+    class Store:
+        def __init__(self):
+            self.told = []
+
+        def set(self, key, value, timeout_s):
+            self.told.append((key, json.loads(value)["lost"]))
+
+        def close(self):
+            pass
+
+    store = Store()
+    world = basics._World(SimpleNamespace(rank=0, size=2), Engine(), store, None)
+    monkeypatch.setattr(basics._runtime, "world", world)
+    monkeypatch.setattr(basics._runtime, "registrar", None)
+    basics.shutdown()
+    assert store.told == ([("fault/0", 1)] if moment == "before" else [])

@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
-import itertools
 import json
 import os
 import select
@@ -25,12 +24,22 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from horovod import _core
-from horovod.common import config, logs, wiring
+from horovod.common import config, kinds, logs, wiring
+from horovod.common.capabilities import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    nccl_built,
+    rocm_built,
+)
 from horovod.common.config import Settings
 from horovod.common.exceptions import (
     ForkedError,
     HorovodInternalError,
-    MismatchError,
     PeerLostError,
     ResourceError,
     ShutdownError,
@@ -79,15 +88,6 @@ _LEAVE_S = 2.0  # how long an orderly shutdown waits for the others
 _LAST_WORDS_S = 0.5  # the same when leaving because of an exception
 _REPORT_S = 2.0  # the most that a report to the launcher may take
 _WAIT_S = 1.0  # the engine comes back sooner for signals; this only bounds a single call into it
-# The core's error kinds that mean more here.
-_INVALID_ARGUMENT, _MISMATCH, _SHUTDOWN, _UNAVAILABLE = 1, 2, 5, 6
-_EXCEPTIONS: dict[int, type[HorovodInternalError]] = {
-    _MISMATCH: MismatchError,
-    3: PeerLostError,
-    4: StallError,
-    _SHUTDOWN: ShutdownError,
-    7: ResourceError,
-}
 
 
 class Registrar(Protocol):
@@ -131,11 +131,13 @@ class _Watcher:
         os.eventfd_write(self._stop, 1)
         self._thread.join()
         self._world.pass_on()
-        os.close(self._stop)
+        stop, self._stop = self._stop, -1
+        os.close(stop)
 
     def abandon(self) -> None:
         """In a forked child, where there is no such thread."""
-        os.close(self._stop)
+        if self._stop >= 0:
+            os.close(self._stop)
 
 
 @dataclass
@@ -147,6 +149,7 @@ class _World:
     store: StoreClient | None
     wires: wiring.Wires
     reported: bool = False
+    leaving: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def host_of(self, rank: int) -> str | None:
@@ -162,8 +165,14 @@ class _World:
         if failure is not None:
             kind, text, rank = failure
             lost = rank if rank >= 0 and rank != self.settings.rank else None
-            if kind != _SHUTDOWN:  # an orderly end is nobody's fault
+            # An orderly end is nobody's fault, and who leaves itself needs nobody any more.
+            if kind != kinds.SHUTDOWN and not (self.leaving and lost is not None):
                 self.report(lost, None, text)
+
+    def leave(self) -> None:
+        """Says what has happened up to now; that others go from here on is no loss any more."""
+        self.pass_on()
+        self.leaving = True
 
     def report(self, lost: int | None, exception: str | None, text: str) -> None:
         """Tells the launcher, once, why this rank can't go on.
@@ -191,6 +200,9 @@ class _Runtime:
         self.lock = threading.RLock()  # held while a world begins or ends
         self.world: _World | None = None
         self.watcher: _Watcher | None = None
+        # How a forked child lets go of what a world holds; None before its start and after its end,
+        # which are not the moments when `world` changes.
+        self.held: list[Callable[[], None]] | None = None
         self.forked = False
         self.hooked = False
         self.registrar: Registrar | None = None
@@ -278,7 +290,9 @@ def _start(comm: Any, sets: Sequence[Any]) -> None:
     if sets:
         _registrar_for(sets).check(sets, settings.size)
     logs.configure(settings.log_level, settings.log_hide_time, settings.rank)
+    _runtime.held = held = []
     with contextlib.ExitStack() as undo:
+        undo.callback(setattr, _runtime, "held", None)
         store = _open_store(settings)
         if store is not None:
             undo.callback(store.close)
@@ -292,12 +306,14 @@ def _start(comm: Any, sets: Sequence[Any]) -> None:
             core = _make_engine(settings, wires)
         finally:
             wires.close()  # the engine has duplicates of its own
+        held.append(core.abandon)
         undo.callback(core.shutdown, "init() failed", _LAST_WORDS_S)
         world = _World(settings, core, store, wires)
         try:
             watcher = _Watcher(world)
         except (OSError, RuntimeError) as error:
             raise ResourceError(f"[horovod] init: no thread for messages: {error}") from error
+        held.append(watcher.abandon)
         undo.pop_all()
     _install_hooks()
     _runtime.world, _runtime.watcher = world, watcher
@@ -359,34 +375,8 @@ def exception(kind: int, text: str, rank: int, op: str) -> Exception:
         rank: who is to blame, -1 if nobody is.
         op: the full name of the operation.
     """
-    if kind == _INVALID_ARGUMENT:
-        return ValueError(text)
-    if kind == _UNAVAILABLE:
-        return ImportError(text)
     world = _runtime.world  # read once: another thread may be ending it
-    return _EXCEPTIONS.get(kind, HorovodInternalError)(
-        text,
-        rank=rank if rank >= 0 else None,
-        host=None if world is None else world.host_of(rank),
-        op=op,
-        submitted=_submitted(text, op) if kind == _MISMATCH else None,
-    )
-
-
-def _submitted(text: str, op: str) -> str | None:
-    """What follows the call in ``[horovod 0/2] allreduce "x": ...``; None if that isn't the form.
-
-    A name may hold anything, also quotes and colons, so it is cut off by what it is known to be.
-    The core leaves the operation out of it and shortens a long one.
-    """
-    shown = text.partition(' "')[2]
-    for name in (op, op.partition(".")[2]):
-        equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(shown, name, strict=False))
-        same = sum(1 for _ in equal)
-        end = '": ' if same == len(name) else '...": '
-        if shown.startswith(end, same):
-            return shown[same + len(end) :] or None
-    return None
+    return kinds.exception(kind, text, rank, None if world is None else world.host_of(rank), op)
 
 
 def translated(failure: _core.Failure, op: str) -> Exception:
@@ -462,12 +452,14 @@ def _end(reason: str, timeout_s: float, patience_s: float = -1) -> None:
         if world is None or _runtime.forked:
             return
         try:
+            world.leave()
             world.engine.shutdown(reason, timeout_s)
         finally:
             if watcher is not None:
                 watcher.close()
             if world.store is not None:
                 world.store.close()
+            _runtime.held = None
             if _runtime.registrar is not None:
                 _runtime.registrar.stopped()
     finally:
@@ -568,54 +560,6 @@ def mpi_threads_supported() -> bool:
     raise ValueError("MPI is not enabled in this run, so it has no threading support to ask for")
 
 
-def mpi_enabled() -> bool:
-    """Whether MPI is used in this run: no."""
-    return False
-
-
-def mpi_built() -> bool:
-    """Whether MPI can be used: no."""
-    return False
-
-
-def gloo_enabled() -> bool:
-    """Whether the library's own control and data plane is used in this run: yes.
-
-    The name is the one that scripts ask for; no code of Gloo is involved.
-    """
-    return True
-
-
-def gloo_built() -> bool:
-    """Whether the library's own control and data plane can be used: yes."""
-    return True
-
-
-def nccl_built() -> int:
-    """The version code of NCCL, 0 if it can't be used."""
-    return 0
-
-
-def ddl_built() -> bool:
-    """Whether IBM DDL can be used: no."""
-    return False
-
-
-def ccl_built() -> bool:
-    """Whether oneCCL can be used: no."""
-    return False
-
-
-def cuda_built() -> bool:
-    """Whether operations on CUDA tensors can be used: no."""
-    return False
-
-
-def rocm_built() -> bool:
-    """Whether operations on ROCm tensors can be used: no."""
-    return False
-
-
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Raises ValueError: this version can't record a timeline."""
     _no_timeline("start_timeline")
@@ -638,12 +582,11 @@ def _no_timeline(name: str) -> None:
 
 
 def _install_hooks() -> None:
-    """Takes part, once per process, in its end, its uncaught exceptions and its forks."""
+    """Takes part, once per process, in its end and its uncaught exceptions."""
     if _runtime.hooked:
         return
     _runtime.hooked = True
     atexit.register(_at_exit)
-    os.register_at_fork(after_in_child=_after_fork_in_child)
     previous = sys.excepthook
 
     def report_then_go_on(
@@ -687,13 +630,16 @@ def _at_exit() -> None:
 
 
 def _after_fork_in_child() -> None:
-    world, watcher = _runtime.world, _runtime.watcher
+    """Makes the child inert, also if another thread of the parent was in init() or shutdown().
+
+    Store clients and wires see to their own descriptors.
+    """
     _runtime.lock = threading.RLock()  # a thread that does not exist here may hold the old one
-    if world is None or _runtime.forked:
+    if _runtime.held is None or _runtime.forked:
         return
     _runtime.forked = True
-    world.engine.abandon()
-    if watcher is not None:
-        watcher.abandon()
-    if world.store is not None:
-        world.store.abandon()
+    for let_go in _runtime.held:
+        let_go()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)  # before any thread can be in init()
