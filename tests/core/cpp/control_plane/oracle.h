@@ -76,6 +76,7 @@ class Oracle {
     for (auto& [key, voices] : calls_) {
       const auto set = sets_.find(key.first);
       if (set != sets_.end() && !complete(set->second, voices)) end_rejections(set->second, voices);
+      if (any_join(voices)) all_return_from_join(voices);
     }
   }
 
@@ -216,7 +217,8 @@ class Oracle {
 
   void utter(int32_t rank, Utterance u) {
     const Key key{u.request.set, u.request.name};
-    if (u.request.kind == OpKind::Join && !u.rejected) {
+    const bool is_join = u.request.kind == OpKind::Join;
+    if (is_join && !u.rejected && !has_left(sets_.at(0))) {
       joined_[place(rank)] = true;
       last_joined_ = rank;
     }
@@ -226,6 +228,7 @@ class Oracle {
     } else {
       drop_rejected(key, calls_[key]);
     }
+    if (is_join && complete(sets_.at(0), calls_[key])) all_return_from_join(calls_[key]);
   }
 
   // A round in which all have rejected ends without an entry.
@@ -368,13 +371,23 @@ class Oracle {
   // The round ends for these ranks.
   void end_round(Voices& voices, const Ranks& contributors) {
     for (int32_t rank : contributors) {
-      if (voices[rank].front().request.kind == OpKind::Join) return_from_join(rank);
       voices[rank].pop_front();
     }
     voices.excused.clear();
   }
 
+  // What becomes complete later on needs them again.
+  void all_return_from_join(const Voices& join) {
+    for (const auto& [rank, said] : join) {
+      const Utterance* first = front(join, rank);
+      if (first != nullptr && first->request.kind == OpKind::Join && !first->rejected) {
+        return_from_join(rank);
+      }
+    }
+  }
+
   void return_from_join(int32_t rank) {
+    if (!joined_[place(rank)]) return;
     for (auto& [key, voices] : calls_) {
       const auto set = sets_.find(key.first);
       if (set != sets_.end() && front(voices, rank) == nullptr && complete(set->second, voices)) {

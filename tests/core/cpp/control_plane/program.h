@@ -318,8 +318,13 @@ class Generator {
     const SetPlan set = one_of(rng_, sets_);
     std::vector<Request> calls;
     for (size_t i = 0; i < 4; ++i) {
-      Request r = signature("u" + std::to_string(i), set.members);
-      if (!percent(rng_, 20)) r.kind = OpKind::Allreduce;
+      const std::string name = "u" + std::to_string(i);
+      auto [it, fresh] = signatures_.try_emplace(Key{set.number, name});
+      if (fresh || percent(rng_, 20)) {
+        it->second = signature(name, set.members);
+        if (!percent(rng_, 30)) it->second.kind = OpKind::Allreduce;
+      }
+      Request r = it->second;
       if (percent(rng_, 10)) {
         r.kind = OpKind::Barrier;
         r.tensors.clear();
@@ -332,13 +337,14 @@ class Generator {
     join.kind = OpKind::Join;
     join.unnamed = true;
     join.name = "end." + std::to_string(joins_++);
+    const int32_t culprit = percent(rng_, 10) ? one_of(rng_, all()) : -1;
     for (int32_t rank : all()) {
       const bool member =
           std::find(set.members.begin(), set.members.end(), rank) != set.members.end();
       const uint64_t count = member ? below(rng_, calls.size() + 1) : 0;
       for (uint64_t i = 0; i < count; ++i) submit(rank, set.number, calls[i], sync);
       if (percent(rng_, 50)) wait_for_all(rank);
-      submit(rank, 0, join, true);
+      rank == culprit ? reject(rank, 0, join) : submit(rank, 0, join, true);
     }
   }
 
