@@ -148,14 +148,10 @@ class Dict {
 Plan to_plan(nb::dict dict) {
   Dict d(std::move(dict), "the plan");
   Plan plan;
-  plan.fusion_threshold_bytes = d.take("fusion_threshold_bytes", plan.fusion_threshold_bytes);
-  plan.cycle_time_us = d.take("cycle_time_us", plan.cycle_time_us);
-  plan.segment_bytes = align_up(d.take("segment_bytes", plan.segment_bytes));
-  plan.outbox_bytes = d.take("outbox_bytes", plan.outbox_bytes);
-  plan.direct_bytes = d.take("direct_bytes", plan.direct_bytes);
-  plan.cache_capacity = d.take("cache_capacity", plan.cache_capacity);
-  plan.join_all_ops = d.take("join_all_ops", int{plan.join_all_ops}) != 0;
-  plan.disable_group_fusion = d.take("disable_group_fusion", int{plan.disable_group_fusion}) != 0;
+  for (const PlanField& field : kPlanFields) {
+    plan.*field.value = d.take(field.name, plan.*field.value);
+  }
+  plan.segment_bytes = align_up(plan.segment_bytes);
   d.finish();
   if (plan.segment_bytes == 0 || plan.outbox_bytes == 0 ||
       plan.outbox_bytes % (8 * kAlignment) != 0) {

@@ -90,6 +90,7 @@ void check_arguments(const Arguments& call, std::span<const int32_t> members) {
     if (op.needs_rows && t.shape.empty()) {
       invalid("a 0-d tensor has no rows to split or concatenate; give it a first dimension");
     }
+    if (op.reduces && call.op == ReduceOp::Adasum) invalid("Adasum isn't available yet");
     if (op.reduces && !reduces(call.op, t.dtype)) {
       invalid(std::string(name_of(call.op)) + " isn't defined for " +
               std::string(info(t.dtype).name) + " tensors");

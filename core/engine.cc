@@ -56,20 +56,18 @@ TimePoint saturating(TimePoint now, Duration timeout) {
   return timeout > Duration::max() / 4 ? TimePoint::max() : now + timeout;
 }
 
-// What the wire can carry: refused here, since the others can't even be told the name.
+[[noreturn]] void too_many(const std::string& what, size_t are, size_t most) {
+  throw Error(ErrorKind::InvalidArgument,
+              what + ": " + std::to_string(are) + ", at most " + std::to_string(most));
+}
+
+// What the wire can't carry.
 void check_limits(const LocalCall& call) {
-  const auto refuse = [&](const std::string& what, size_t is, size_t most) {
-    throw Error(ErrorKind::InvalidArgument, std::string(info(call.kind).name) + ": " + what + " (" +
-                                                std::to_string(is) + ", at most " +
-                                                std::to_string(most) + ")");
-  };
-  const size_t name = call.request.name.size();
-  if (name > kMaxName) refuse("the name is too long in bytes", name, kMaxName);
   if (call.tensors.size() > kMaxTensors) {
-    refuse("too many tensors in one call", call.tensors.size(), kMaxTensors);
+    too_many("too many tensors in one call", call.tensors.size(), kMaxTensors);
   }
   for (const Tensor& t : call.tensors) {
-    if (t.shape.size() > kMaxDims) refuse("too many dimensions", t.shape.size(), kMaxDims);
+    if (t.shape.size() > kMaxDims) too_many("too many dimensions", t.shape.size(), kMaxDims);
   }
 }
 
@@ -123,7 +121,10 @@ int64_t Engine::submit(LocalCallPtr call) {
   std::unique_lock lock(mutex_);
   check_alive_locked();
   Request& request = call->request;
-  check_limits(*call);
+  if (request.name.size() > kMaxName) {  // so that the others can't even be told
+    too_many(std::string(info(call->kind).name) + ": the name is too long in bytes",
+             request.name.size(), kMaxName);
+  }
   const auto& members = members_locked(request.set, call->kind);
   auto key = std::pair(request.set, request.name);
   if (names_.contains(key)) {
@@ -132,6 +133,7 @@ int64_t Engine::submit(LocalCallPtr call) {
                     "the name is in flight: wait for the earlier call, or give another", -1});
   }
   try {
+    check_limits(*call);
     check_arguments(*call, members);
   } catch (const Error& e) {
     push_locked(Reject{call->kind, request.set, request.name, e.status().text}, 0, true);

@@ -28,8 +28,8 @@ CoordinatorOptions coordinator_options(const ProgressOptions& o) {
   c.names = o.names;
   c.fusion_threshold_bytes = o.plan.fusion_threshold_bytes;
   c.cache_capacity = o.plan.cache_capacity;
-  c.join_all_ops = o.plan.join_all_ops;
-  c.disable_group_fusion = o.plan.disable_group_fusion;
+  c.join_all_ops = o.plan.join_all_ops != 0;
+  c.disable_group_fusion = o.plan.disable_group_fusion != 0;
   c.plan_hash = o.plan.hash();
   c.stall_warning = o.stall_warning;
   c.stall_shutdown = o.stall_shutdown;
@@ -42,9 +42,8 @@ CoordinatorOptions coordinator_options(const ProgressOptions& o) {
 
 uint64_t Plan::hash() const {  // FNV-1a, doi:10.17487/RFC9923
   uint64_t h = 14695981039346656037ull;
-  for (const uint64_t value :
-       {fusion_threshold_bytes, cycle_time_us, segment_bytes, outbox_bytes, direct_bytes,
-        cache_capacity, uint64_t{join_all_ops}, uint64_t{disable_group_fusion}}) {
+  for (const PlanField& field : kPlanFields) {
+    const uint64_t value = this->*field.value;
     for (int shift = 0; shift < 64; shift += 8) {
       h = (h ^ ((value >> shift) & 0xff)) * 1099511628211ull;
     }
@@ -323,10 +322,11 @@ void Progress::give_sign_of_life(TimePoint now) {
 void Progress::look_for_life(TimePoint now) {
   if (heartbeat_ == Duration{}) return;
   give_sign_of_life(now);
-  if (now - last_look_ < heartbeat_ / 8) return;
+  if (now < next_look_) return;
   const bool overslept =
       now - last_look_ > heartbeat_ / 2;  // we were frozen ourselves: look again first
   last_look_ = now;
+  TimePoint oldest = now;
   for (int32_t y = 0; y < size(); ++y) {
     Peer& peer = peers_[y];
     if (y == rank_ || peer.gone) continue;
@@ -341,7 +341,9 @@ void Progress::look_for_life(TimePoint now) {
                        std::to_string(seconds.count()) + " s: it is stopped or its host is gone",
                    y});
     }
+    oldest = std::min(oldest, peer.alive);
   }
+  next_look_ = std::min(now + heartbeat_ / 4, oldest + heartbeat_ + std::chrono::milliseconds(1));
 }
 
 // What a peer said before it ended has been read by now: an end without a goodbye is a death.
@@ -363,7 +365,7 @@ TimePoint Progress::next_deadline() const {
     return silent ? TimePoint::max() : last_beat_ + heartbeat_ / 8;
   }
   TimePoint at = coordinator_ == nullptr ? TimePoint::max() : coordinator_->next_deadline();
-  if (heartbeat_ != Duration{}) at = std::min(at, last_look_ + heartbeat_ / 4);
+  if (heartbeat_ != Duration{}) at = std::min(at, next_look_);
   return at;
 }
 

@@ -3,6 +3,7 @@
 // whoever drives calls it.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <deque>
 #include <map>
@@ -25,16 +26,32 @@ namespace horovod {
 
 // What shapes schedules and agreement: rank 0's, the same on every rank.
 struct Plan {
-  uint64_t fusion_threshold_bytes = 128ull << 20;
+  uint64_t fusion_threshold_bytes = 32ull << 20;
   uint64_t cycle_time_us = 0;  // deliberate waiting; 0 = driven by events alone
   uint64_t segment_bytes = 1ull << 20;
   uint64_t outbox_bytes = 8ull << 20;
   uint64_t direct_bytes = 16ull << 10;
   uint64_t cache_capacity = 64ull << 10;
-  bool join_all_ops = false;
-  bool disable_group_fusion = false;
+  uint64_t join_all_ops = 0;  // 0 or 1, as the next
+  uint64_t disable_group_fusion = 0;
 
   uint64_t hash() const;
+};
+
+// Its fields by name: whoever reads, sends or compares a plan goes through this list.
+struct PlanField {
+  const char* name;
+  uint64_t Plan::* value;
+};
+inline constexpr std::array kPlanFields{
+    PlanField{"fusion_threshold_bytes", &Plan::fusion_threshold_bytes},
+    PlanField{"cycle_time_us", &Plan::cycle_time_us},
+    PlanField{"segment_bytes", &Plan::segment_bytes},
+    PlanField{"outbox_bytes", &Plan::outbox_bytes},
+    PlanField{"direct_bytes", &Plan::direct_bytes},
+    PlanField{"cache_capacity", &Plan::cache_capacity},
+    PlanField{"join_all_ops", &Plan::join_all_ops},
+    PlanField{"disable_group_fusion", &Plan::disable_group_fusion},
 };
 
 // This rank's side of a call, from submit to take.
@@ -156,7 +173,7 @@ class Progress {
   };
   std::vector<Peer> peers_;
   Duration heartbeat_;
-  TimePoint last_beat_{}, last_look_{};
+  TimePoint last_beat_{}, last_look_{}, next_look_{};
   std::optional<Status> failure_;
   bool leaving_ = false, acknowledged_ = false;
   Counters counters_;

@@ -1,4 +1,4 @@
-"""What the simulation of the control plane can't see: laws of real engines about names, sets, time."""
+"""What the simulation of the control plane cannot see: names, sets and time of real engines."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+
 from .engines import ALLREDUCE, JOIN, Failed, Rank, default_plan, engines, run
 
 HOG = 1 << 23  # float32 elements: long enough to be in flight while other calls are made
@@ -40,9 +41,7 @@ def test_a_set_may_go_while_its_agreed_calls_wait_for_their_turn() -> None:
                 big = np.ones(HOG, np.float32)
                 outs = [np.empty_like(big) for _ in range(4)]
                 rank.barrier("start")
-                handles = [
-                    rank.submit(ALLREDUCE, f"all{i}", [big], [outs[i]]) for i in range(3)
-                ]
+                handles = [rank.submit(ALLREDUCE, f"all{i}", [big], [outs[i]]) for i in range(3)]
                 if rank.rank == 0:
                     handles.append(rank.submit(ALLREDUCE, "own", [big], [outs[3]], set_id=own))
                 handles.append(rank.engine.remove_process_set(own))
