@@ -184,7 +184,7 @@ KNOBS: tuple[Knob, ...] = (
     # How collectives run.
     Knob(
         "fusion_threshold_mb",
-        "Most MiB of tensors that one fused operation carries, 32 at most; the variable is in bytes.",
+        "Most MiB of tensors in one fused operation, 32 at most; the variable is in bytes.",
         _TUNING,
         ("--fusion-threshold-mb",),
         kind="int",
