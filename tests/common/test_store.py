@@ -223,6 +223,16 @@ def test_a_timeout_names_the_missing_and_frees_the_place(client):
     assert results == [(1, [b"0", b"1", b"2"])] * 3
 
 
+def test_who_gave_up_first_is_not_said_never_to_have_come(client):
+    first, second = client(0), client(2)
+    with ThreadPoolExecutor(2) as pool:
+        last = pool.submit(second.rendezvous, "init", 3, b"", 2.0)
+        with pytest.raises(StoreTimeout):
+            first.rendezvous("init", 3, b"", 0.5)
+        with pytest.raises(StoreTimeout, match=r"rank 1 of 3 did not join 'init' \(rank 0 joined"):
+            last.result(10)
+
+
 def test_a_rank_that_joins_again_replaces_its_first_entry(client):
     first, second, other = client(0), client(0), client(1)
     with ThreadPoolExecutor(2) as pool:

@@ -55,9 +55,25 @@ class _Round:
     def __init__(self, size: int) -> None:
         self.size = size
         self.entries: dict[int, tuple[bytes, _Connection]] = {}
+        self.gone: set[int] = set()  # joined, and waited no longer while others still did
 
-    def missing(self) -> list[int]:
-        return [rank for rank in range(self.size) if rank not in self.entries]
+    def missing_text(self, name: str) -> str:
+        """Who keeps the round waiting.
+
+        The ranks run out of time one after the other: those that gave up before are not to blame,
+        and are told apart from those that never came.
+        """
+        never = [r for r in range(self.size) if r not in self.entries and r not in self.gone]
+        gone = sorted(self.gone)
+        if not never:
+            return f"{_ranks(gone)} of {self.size} joined {name!r} but did not wait for the others"
+        note = f" ({_ranks(gone)} joined and left again)" if gone else ""
+        return f"{_ranks(never)} of {self.size} did not join {name!r}{note}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16])) + (", …" if len(ranks) > 16 else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
 
 
 class StoreServer:
@@ -282,6 +298,7 @@ class StoreServer:
         round_ = self._rounds.setdefault(name, _Round(size))
         replaced = round_.entries.get(rank)
         round_.entries[rank] = (request.value, connection)
+        round_.gone.discard(rank)
         if replaced is not None:
             text = f"rank {rank} joined {name!r} again from another connection"
             self._answer(replaced[1], Reply(Status.REFUSED, text.encode()))
@@ -314,11 +331,7 @@ class StoreServer:
         assert request is not None
         if request.kind is Kind.GET:
             return f"nobody set {request.key!r}".encode()
-        round_ = self._rounds[request.key]
-        missing = round_.missing()
-        shown = ", ".join(map(str, missing[:16])) + (", …" if len(missing) > 16 else "")
-        noun = "rank" if len(missing) == 1 else "ranks"
-        return f"{noun} {shown} of {round_.size} did not join {request.key!r}".encode()
+        return self._rounds[request.key].missing_text(request.key).encode()
 
     def _leave(self, connection: _Connection) -> None:
         """Ends the connection's wait: it stands in no round and waits for no key."""
@@ -334,6 +347,7 @@ class StoreServer:
         entry = round_.entries.get(connection.rank) if round_ is not None else None
         if round_ is not None and entry is not None and entry[1] is connection:
             del round_.entries[connection.rank]
+            round_.gone.add(connection.rank)
             if not round_.entries:
                 del self._rounds[request.key]
 
