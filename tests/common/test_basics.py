@@ -246,12 +246,18 @@ def test_150_times_init_and_shutdown_leave_nothing(ranks, size):
 def test_a_missing_rank_is_named(ranks):
     ranks.start(
         """
-if basics.config.from_environ().rank == 1:
+from horovod.common.store import StoreClient, read_key
+settings = basics.config.from_environ()
+if settings.rank == 1:
     sys.exit(0)
+# The clock starts when both are there, however slowly processes start.
+store = StoreClient(settings.store, read_key(settings.job_key_file), settings.job_id, settings.rank)
+store.set(f"ready/{settings.rank}", b"")
+store.get(f"ready/{2 - settings.rank}", 20)
 basics.init()
 """,
         3,
-        HOROVOD_START_TIMEOUT="1",
+        HOROVOD_START_TIMEOUT="3",
     )
     ended = ranks.end()
     assert [e.code for e in ended] == [1, 0, 1]

@@ -48,6 +48,13 @@ def failure_of(rank: Rank, handle: int) -> Failed:
     return error.value
 
 
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def check_dead(rank: Rank, kind: int) -> None:
     """Every later call fails at once, and says why."""
     failure = rank.engine.failure()
@@ -259,9 +266,16 @@ def in_a_fork(body: Callable[[], None]) -> None:
         os.close(pidfd)
 
 
-def open_files() -> int:
-    gc.collect()  # what earlier tests left
-    return len(os.listdir("/proc/self/fd"))
+def open_files() -> set[tuple[str, str]]:
+    """Descriptors and what they are of; compared by what is new, as earlier tests' may close."""
+    gc.collect()
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.add((name, os.readlink(f"/proc/self/fd/{name}")))
+        except FileNotFoundError:  # that of the listing itself
+            continue
+    return found
 
 
 def test_a_forked_child_has_no_engine_and_disturbs_nobody() -> None:
@@ -282,7 +296,7 @@ def test_a_forked_child_has_no_engine_and_disturbs_nobody() -> None:
         def child() -> None:
             for rank in ranks:
                 rank.engine.abandon()
-            assert open_files() == files, "a child keeps its parent's connections open"
+            assert open_files() <= files, "a child keeps its parent's connections open"
             for use in (
                 lambda e: e.poll(pending),
                 lambda e: e.wait(pending, 1.0),
@@ -312,7 +326,7 @@ def test_a_forked_child_has_no_engine_and_disturbs_nobody() -> None:
         ranks[1].finish(other)
     for rank in ranks:
         rank.engine = None
-    assert open_files() == files
+    assert open_files() <= files
 
 
 # -------------------------------------------------------------------------------------------------
@@ -344,13 +358,15 @@ def test_a_stall_is_warned_of_once_and_its_end_is_told() -> None:
 
 
 def test_a_stall_ends_the_job_if_asked() -> None:
-    options = {"stall_warning_s": 0.2, "stall_shutdown_s": 0.5, "deadlock_s": 0.0}
+    # Far longer than the second submit can be late on a busy machine.
+    options = {"stall_warning_s": 0.2, "stall_shutdown_s": 2.0, "deadlock_s": 0.0}
     with engines(3, options=options) as ranks:
         handles = [r.submit(ALLREDUCE, "x", [ones()]) for r in ranks[1:]]
         for rank, handle in zip(ranks[1:], handles, strict=True):
             error = failure_of(rank, handle)
             assert error.kind == TIMEOUT
             assert "x" in error.text and "rank 0" in error.text
+        until(lambda: ranks[0].engine.failure() is not None)  # nothing of its own waits for it
         for rank in ranks:
             check_dead(rank, TIMEOUT)
 

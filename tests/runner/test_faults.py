@@ -168,31 +168,26 @@ def test_a_killed_launcher_leaves_nothing(launcher, wait_until) -> None:
     assert launcher.run("-np", "2", "true").returncode == 0
 
 
-def guardian_of(pid: int) -> int:
-    found = [
-        child
-        for child in children(pid)
-        if b"guardian.py" in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
-    assert len(found) == 1
-    return found[0]
+def guardians_of(pid: int) -> list[int]:
+    """Empty while there is none, or while it is still the launcher's image (before its exec)."""
+    found = []
+    for child in children(pid):
+        try:
+            if b"guardian.py" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(child)
+        except FileNotFoundError:  # it has just ended
+            continue
+    return found
 
 
 def test_a_killed_guardian_is_replaced(launcher, wait_until) -> None:
     process = launcher.start("-np", "1", "sh", "-c", FAMILY + "echo up; wait")
     process.stdout.readline()
-    first = guardian_of(process.pid)
+    assert wait_until(lambda: len(guardians_of(process.pid)) == 1, 10)
+    (first,) = guardians_of(process.pid)
     os.kill(first, signal.SIGKILL)
-
-    def replaced() -> bool:
-        names = [Path(f"/proc/{c}/cmdline").read_bytes() for c in children(process.pid)]
-        return sum(b"guardian.py" in name for name in names) == 1 and first not in children(
-            process.pid
-        )
-
-    assert wait_until(replaced, 5)
+    assert wait_until(lambda: guardians_of(process.pid) not in ([], [first]), 10)
     assert process.poll() is None
-    time.sleep(0.3)  # the new one has read its orders
     process.kill()
     process.wait(5)
     assert wait_until(lambda: launcher.left_behind() == [], GONE_S), launcher.left_behind()
