@@ -1,6 +1,6 @@
 """Breaks schedules, transport, executor or engine in one place at a time; some test must notice.
 
-Run by hand: python tests/core/mutations_data_plane.py [--only WORD]. Needs CMake, Ninja, nanobind
+Run by hand: python tests/core/mutations_data_plane.py [--only WORD...]. Needs CMake, Ninja, nanobind
 and a compiler. Works on a copy; prints a table and exits 1 if a mutation survives. Knows the
 sources as text only.
 """
@@ -298,9 +298,11 @@ class Bench:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="mutations whose description has this word")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="mutations whose description has one of these"
+    )
     options = parser.parse_args()
-    chosen = [mutation for mutation in MUTATIONS if options.only in mutation.what]
+    chosen = [mutation for mutation in MUTATIONS if any(w in mutation.what for w in options.only)]
     for mutation in chosen:
         places = (ROOT / "core" / mutation.file).read_text().count(mutation.old)
         if places != 1:
