@@ -7,7 +7,16 @@ import json
 
 import pytest
 
-from horovod.runner.blame import Cause, Exit, Fault, code_text, first_cause, last_words, parse_fault
+from horovod.runner.blame import (
+    Cause,
+    Exit,
+    Fault,
+    code_text,
+    first_cause,
+    given_up,
+    last_words,
+    parse_fault,
+)
 
 
 def own(text: str, time: float | None = None) -> Fault:
@@ -57,9 +66,40 @@ def test_a_cause_that_never_ended_by_itself() -> None:
     cause = first_cause(exits, {0: lost(1, 4), 1: own("KeyError: 1", 3)})
     assert cause is not None
     assert (cause.rank, cause.code, cause.reason) == (1, 1, "KeyError: 1")
-    frozen = first_cause(exits, {0: lost(1, 4)})
-    assert frozen is not None
-    assert (frozen.rank, frozen.code) == (1, 3)
+    assert cause.note is not None
+    assert cause.note.endswith("the launcher ended it; the job ends with exit code 1")
+
+
+SILENCE = "rank 0 reported: PeerLostError: rank 1"
+
+
+def test_a_frozen_rank_is_the_cause_with_what_the_first_to_lose_it_said() -> None:
+    exits = [Exit(0, 3, 5), Exit(1, 143, 10, by_launcher=True), Exit(2, 4, 6)]
+    note = "the launcher ended it; the job ends with exit code 3, that of rank 0"
+    assert first_cause(exits, {2: lost(1, 4.1), 0: lost(1, 4)}) == Cause(1, 3, SILENCE, note)
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "note"),
+    [
+        (143, 143, "the launcher ended it"),
+        (0, 1, "the launcher ended it; the job ends with exit code 1"),
+    ],
+)
+def test_a_frozen_rank_is_the_cause_though_the_others_ended_well(
+    end: int, code: int, note: str
+) -> None:
+    exits = [Exit(0, 0, 5), Exit(1, end, 10, by_launcher=True)]
+    assert first_cause(exits, {0: lost(1, 4)}) == Cause(1, code, SILENCE, note)
+
+
+def test_only_the_lost_who_say_nothing_are_given_up() -> None:
+    assert given_up([1], {0: lost(1)})
+    assert given_up([1, 2], {0: lost(1), 3: lost(2)})
+    assert not given_up([1, 2], {0: lost(1)})  # rank 2 may be at work
+    assert not given_up([1], {0: lost(1), 1: lost(0)})  # rank 1 is alive
+    assert not given_up([1], {0: own("x")})
+    assert not given_up([], {0: lost(1)})
 
 
 def test_a_circle_ends() -> None:
@@ -78,7 +118,7 @@ def test_a_rank_that_leaves_may_see_the_others_go_first() -> None:
 
 def test_all_ended_by_the_launcher() -> None:
     cause = first_cause([Exit(0, 143, 2, by_launcher=True)], {})
-    assert cause == Cause(0, 143, None, "the others lost it; the launcher ended it")
+    assert cause == Cause(0, 143, None, "the launcher ended it")
 
 
 @pytest.mark.parametrize(

@@ -53,11 +53,20 @@ def work(how):
         if how == "leave":
             basics.shutdown()
             return rank
+        if how.startswith("freeze"):
+            os.kill(os.getpid(), signal.SIGSTOP)
     if how == "good":
         return rank
-    while True:
-        allreduce("b")
+    try:
+        while True:
+            allreduce("b")
+    except basics.HorovodInternalError:
+        if how != "freeze, caught":
+            raise
 """
+
+
+HANGS = ("before", "freeze", "freeze, caught")
 
 
 def blamed(stderr: str) -> dict[str, str]:
@@ -66,9 +75,10 @@ def blamed(stderr: str) -> dict[str, str]:
 
 def run(launcher, size: int, how: str):
     words = [sys.executable, "-c", WORKER + f"\nwork({how!r})"]
-    # Nobody waits for the ranks that wait in init() for one that will never come.
-    program = {"program": launcher.hasty} if how == "before" else {}
-    result = launcher.run("-np", str(size), *words, timeout_s=50, **program)
+    # Nobody waits for the ranks that wait in init() for one that will never come, or are stopped.
+    program = {"program": launcher.hasty} if how in HANGS else {}
+    env = {"HOROVOD_HEARTBEAT_TIMEOUT_SECONDS": "2"} if how.startswith("freeze") else {}
+    result = launcher.run("-np", str(size), *words, timeout_s=50, env=env, **program)
     return result.returncode, blamed(result.stderr.decode()), result
 
 
@@ -94,6 +104,20 @@ def test_the_cause_is_named(launcher, how: str, code: int, reason: str | None) -
     assert returncode == code
     assert said.get("Reason") == reason
     assert re.fullmatch(r"localhost, pid \d+", said["Host"])
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "whose"),
+    [("freeze", 1, "; the job ends with exit code 1, that of rank 0"), ("freeze, caught", 143, "")],
+)
+def test_a_frozen_rank_is_ended_and_named(launcher, how: str, code: int, whose: str) -> None:
+    returncode, said, result = run(launcher, 2, how)
+    assert (returncode, said["Process name"]) == (code, "1"), result.stderr.decode()
+    assert said["Exit code"] == "143 (SIGTERM)"
+    assert said["Note"] == f"the launcher ended it{whose}"
+    assert said["Reason"].startswith("rank 0 reported: rank 1 (localhost pid ")
+    assert "gave no sign of life for 2 s: it is stopped" in said["Reason"]
+    assert b"Terminating " in result.stderr
 
 
 def test_a_rank_that_leaves_early_is_mentioned(launcher) -> None:

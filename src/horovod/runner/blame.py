@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 DETECTED = "Horovod detected that one or more processes exited with non-zero status"
@@ -48,14 +48,24 @@ class Cause:
     Attributes:
         rank: the rank to blame.
         code: what the launcher ends with.
-        reason: what the rank reported, else None.
-        note: what is particular about it, else None.
+        reason: what the rank, or one that lost it, reported; else None.
+        note: what is particular about it, else None; also whose ``code`` is if it isn't the rank's.
     """
 
     rank: int
     code: int
     reason: str | None = None
     note: str | None = None
+
+
+def given_up(left: Collection[int], faults: Mapping[int, Fault]) -> bool:
+    """Whether nobody who is left will ever end: each was lost by others and says nothing itself.
+
+    Such a rank is stopped, or hangs where not even its engine runs. One that reported something is
+    alive: it may have caught the error, and take its time.
+    """
+    lost = {fault.lost for fault in faults.values()}
+    return bool(left) and all(rank in lost and rank not in faults for rank in left)
 
 
 def parse_fault(data: bytes) -> Fault | None:
@@ -77,17 +87,18 @@ def first_cause(exits: Sequence[Exit], faults: Mapping[int, Fault]) -> Cause | N
     """Finds the rank whose failure made the others fail.
 
     A rank that reported that it lost another one points to it; the chain is followed to its end.
-    Among several ends the earliest wins: by the time of its report, or else of its exit.
+    Among several ends the earliest wins: by the time of its report, or else of its exit. Whoever
+    was ended by the launcher has failed, even if it then ended with 0.
 
     Returns:
         None if no rank failed.
     """
     by_rank = {exit_.rank: exit_ for exit_ in exits}
+    by_itself = [e for e in exits if e.code != 0 and not e.by_launcher]
     failed = sorted(
-        (e for e in exits if e.code != 0 and not e.by_launcher), key=lambda e: (e.time, e.rank)
+        by_itself or [e for e in exits if e.code != 0 or e.by_launcher],
+        key=lambda e: (e.time, e.rank),
     )
-    if not failed:
-        failed = sorted((e for e in exits if e.code != 0), key=lambda e: (e.time, e.rank))
     if not failed:
         return None
 
@@ -98,10 +109,11 @@ def first_cause(exits: Sequence[Exit], faults: Mapping[int, Fault]) -> Cause | N
         return end.time if end is not None else float("inf")
 
     roots = {_root(e.rank, faults, moment) for e in failed}
-    guilty = [rank for rank in roots if rank not in by_rank or by_rank[rank].code != 0]
+    normal = {e.rank for e in exits if e.code == 0 and not e.by_launcher}
+    guilty = roots - normal
     if guilty:
         rank = min(guilty, key=lambda r: (moment(r), r))
-        return _verdict(rank, by_rank.get(rank), faults.get(rank), failed[0])
+        return _verdict(rank, by_rank.get(rank), faults, failed[0])
     # Everyone points to ranks that ended normally: the job failed because they left.
     first = failed[0]
     left = faults[first.rank].lost if first.rank in faults else None
@@ -128,14 +140,28 @@ def _root(rank: int, faults: Mapping[int, Fault], moment: Callable[[int], float]
     return first if lost is None else lost
 
 
-def _verdict(rank: int, end: Exit | None, fault: Fault | None, first: Exit) -> Cause:
-    reason = _reason(fault) if fault is not None and fault.lost is None else None
+def _verdict(rank: int, end: Exit | None, faults: Mapping[int, Fault], first: Exit) -> Cause:
+    fault = faults.get(rank)
+    own = fault is not None and fault.lost is None
+    reason = _reason(fault) if own else None
     if end is not None and not end.by_launcher:
         return Cause(rank, end.code, reason)
     # It was still there when the launcher ended the job.
-    if fault is not None and fault.lost is None:
-        return Cause(rank, 1, reason, "it had failed but did not end by itself")
-    return Cause(rank, first.code, reason, "the others lost it; the launcher ended it")
+    if own:
+        note = "it had failed but did not end by itself, so the launcher ended it"
+        return Cause(rank, 1, reason, f"{note}; the job ends with exit code 1")
+    witnesses = [r for r, f in faults.items() if f.lost == rank]
+    if witnesses:
+        witness = min(witnesses, key=lambda r: (faults[r].time or 0.0, r))
+        reason = f"rank {witness} reported: {faults[witness].exception}"
+    note = "the launcher ended it"
+    if first.rank != rank:
+        code, whose = first.code, f", that of rank {first.rank}"
+    else:
+        code, whose = first.code or 1, ""
+    if end is None or code != end.code:
+        note += f"; the job ends with exit code {code}{whose}"
+    return Cause(rank, code, reason, note)
 
 
 def _reason(fault: Fault | None) -> str | None:

@@ -272,6 +272,19 @@ class Driver:
     def _all_ended(self) -> bool:
         return len(self._exits) == len(self._workers) or self._life.phase is Phase.ABANDONED
 
+    @property
+    def _left(self) -> list[int]:
+        return [w.slot.rank for w in self._workers if w.slot.rank not in self._exits]
+
+    def _faults(self) -> dict[int, blame.Fault]:
+        """What the ranks reported up to now; what can't be understood is left out."""
+        reports = {
+            int(key.partition("/")[2]): blame.parse_fault(value)
+            for key, value in self._server.items("fault/").items()
+            if key.partition("/")[2].isdigit()
+        }
+        return {rank: fault for rank, fault in reports.items() if fault is not None}
+
     def _deadline(self, linger_until: float | None) -> float | None:
         if linger_until is not None:
             return None if self._paused and not self._interrupted else linger_until
@@ -322,7 +335,9 @@ class Driver:
             self._act(self._life.interrupted(time.monotonic()))
 
     def _take_exits(self) -> None:
+        arrived = False
         while not self._arrivals.empty():
+            arrived = True
             ended = self._arrivals.get()
             by_launcher = self._term_at is not None and ended.time >= self._term_at
             self._exits[ended.rank] = Exit(ended.rank, ended.code, ended.time, by_launcher)
@@ -333,19 +348,26 @@ class Driver:
                 self._first_failed = ended.rank
             if not self._all_ended:
                 self._act(self._life.failed(time.monotonic()))
+        if arrived and blame.given_up(self._left, self._faults()):
+            self._act(self._life.failed(time.monotonic()))
 
     def _act(self, action: Action) -> None:
         if action is Action.NONE or self._all_ended or self._placement is None:
             return
         if action is Action.TERMINATE:
-            if self._first_failed is not None and not self._interrupted:
-                after = f"after failure of Process {self._first_failed}"
-                self._say(f"Terminating remaining workers {after}.\n")
+            if not self._interrupted:  # else that has been said
+                self._say(self._terminating())
             self._term_at = time.monotonic()
             self._placement.signal(signal.SIGTERM)
             self._placement.signal(signal.SIGCONT)  # one that is stopped would never hear it
         elif action is Action.KILL:
             self._placement.signal(signal.SIGKILL)
+
+    def _terminating(self) -> str:
+        if self._first_failed is not None:
+            return f"Terminating remaining workers after failure of Process {self._first_failed}.\n"
+        left = ", ".join(f"Process {rank}" for rank in self._left)
+        return f"Terminating {left}: lost by the others, which have ended.\n"
 
     # --- from other threads and signal handlers ---
 
@@ -409,13 +431,7 @@ class Driver:
         if len(self._exits) < len(self._workers):
             left = [w.pid for w in self._workers if w.slot.rank not in self._exits]
             return Outcome(1, f"horovodrun: these processes can't be killed: {left}\n")
-        reports = {
-            int(key.partition("/")[2]): blame.parse_fault(value)
-            for key, value in self._server.items("fault/").items()
-            if key.partition("/")[2].isdigit()
-        }
-        faults = {rank: fault for rank, fault in reports.items() if fault is not None}
-        cause = blame.first_cause(list(self._exits.values()), faults)
+        cause = blame.first_cause(list(self._exits.values()), self._faults())
         if cause is None:
             return Outcome(0, "")
         worker = next(w for w in self._workers if w.slot.rank == cause.rank)
@@ -423,7 +439,7 @@ class Driver:
         lines = [
             f"{blame.DETECTED}. The first cause:",
             f"Process name: {cause.rank}",
-            f"Exit code: {blame.code_text(cause.code)}",
+            f"Exit code: {blame.code_text(self._exits[cause.rank].code)}",
             f"Host: {worker.slot.hostname}, pid {worker.pid}",
             *([f"Reason: {reason}"] if reason else []),
             *([f"Note: {cause.note}"] if cause.note else []),

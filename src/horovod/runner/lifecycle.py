@@ -1,8 +1,9 @@
 """When a job's processes are asked to end, killed, or given up; pure: no process, no clock.
 
-A job runs until every rank has ended. The first failure gives the others a grace to raise by
-themselves; what is left is asked to end (SIGTERM), then killed. A signal to the launcher skips the
-grace, a second one skips the asking. A rank that ends normally changes nothing.
+A job runs until every rank has ended. The first failure, or a rank lost for good, gives those that
+are left a grace to end by themselves; then they are asked to (SIGTERM), then killed. A signal to
+the launcher skips the grace, a second one skips the asking. A rank that ends normally changes
+nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Lifecycle:
         self.deadline: float | None = None
 
     def failed(self, now: float) -> Action:
-        """A rank has ended with an error."""
+        """A rank has ended with an error, or will never end: the others lost it and are gone."""
         if self.phase is Phase.RUNNING:
             self._enter(Phase.GRACE, now + self._limits.grace_s)
         return Action.NONE
