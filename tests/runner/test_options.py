@@ -396,6 +396,21 @@ def test_every_key_of_the_file(tmp_path: Path) -> None:
     assert "HOROVOD_STALL_CHECK_DISABLE=1" in exported(args)
 
 
+def test_unknown_keys_of_the_file_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_file(tmp_path, FILE)
+    path = tmp_path / "config.yaml"
+    assert capsys.readouterr().err == (
+        f"horovodrun: warning: {path}: these keys are unknown and ignored: "
+        "logging.hide_timestamp, unknown\n"
+    )
+    with_file(tmp_path, "params: {cycle_time_ms: 1}\nautotune:\n")
+    assert capsys.readouterr().err == ""
+    assert with_file(tmp_path, "1: {a: 2}\nparams: {3: 4}\n").from_file == frozenset()
+    assert "ignored: 1, params.3\n" in capsys.readouterr().err
+
+
 def test_flags_win_over_the_file_wherever_they_stand(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(FILE, "utf-8")

@@ -154,7 +154,11 @@ def _read_file(args: argparse.Namespace) -> None:
         raise UsageError(f"--config-file {name}: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict | None):
         raise UsageError(f"--config-file {name}: it must hold sections with keys")
-    values = _file_values(content or {}, name)
+    content = content or {}
+    unknown = _unknown_keys(content)
+    if unknown:
+        _tell(f"warning: {name}: these keys are unknown and ignored: {', '.join(unknown)}")
+    values = _file_values(content, name)
     controller = values.pop("controller", None)
     if controller is not None and not (args.use_gloo or args.use_mpi or args.use_jsrun):
         if controller not in ("gloo", "mpi"):
@@ -167,6 +171,20 @@ def _read_file(args: argparse.Namespace) -> None:
             setattr(args, key, value)
             taken.add(key)
     args.from_file = frozenset(taken)
+
+
+def _unknown_keys(content: Mapping[Any, Any]) -> list[str]:
+    """The sections and keys that no row of the table has, such as those with a typing error."""
+    known = {knob.yaml for knob in KNOBS if knob.yaml}
+    sections = {key.partition(".")[0] for key in known}
+    unknown: list[str] = []
+    for section, entries in content.items():
+        if section not in sections:
+            unknown.append(str(section))
+        elif isinstance(entries, dict):
+            names = (f"{section}.{key}" for key in entries)
+            unknown += [name for name in names if name not in known]
+    return unknown
 
 
 def _file_values(content: Mapping[str, Any], name: str) -> dict[str, Any]:
