@@ -38,6 +38,34 @@ def test_documentation_is_generated() -> None:
     assert (ROOT / "docs" / "configuration.md").read_text("utf-8") == config.documentation()
 
 
+@pytest.mark.parametrize(
+    ("name", "values", "default", "effect"),
+    [
+        ("HOROVOD_SIMD", "`auto`, `baseline`, `avx2`, `avx512`", "`auto`", "works"),
+        (
+            "HOROVOD_LOG_LEVEL",
+            "`trace`, `debug`, `info`, `warning`, `error`, `fatal`; any other is the default",
+            "`warning`",
+            "works",
+        ),
+        ("HOROVOD_JOIN_ALL_OPS", "`0`, `1`", "`0`", "works"),
+        ("HOROVOD_DYNAMIC_PROCESS_SETS", "`0`, `1`; on if not 0", "`0`", "not needed"),
+        ("HOROVOD_SIZE", "an integer >= 1", "`1`", "works"),
+        (
+            "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
+            "a number from 0 to 1",
+            "`0.8`",
+            "no effect yet",
+        ),
+    ],
+)
+def test_documentation_says_what_is_accepted(
+    name: str, values: str, default: str, effect: str
+) -> None:
+    (row,) = [line for line in config.documentation().splitlines() if f"| `{name}` |" in line]
+    assert row.split(" | ")[3:6] == [values, default, effect]
+
+
 def test_defaults_are_a_world_of_one() -> None:
     settings = config.from_environ({})
     assert (settings.rank, settings.size, settings.local_rank, settings.local_size) == (0, 1, 0, 1)

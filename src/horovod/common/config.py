@@ -122,11 +122,17 @@ def check_range(knob: Knob, value: int | float, what: str, kind: str | None = No
     above = low is None or value >= low
     if math.isfinite(value) and above and (high is None or value <= high):
         return value
-    noun = "an integer" if (kind or knob.kind) == "int" else "a number"
-    limits = "" if low is None else f" >= {low}"
-    if high is not None:
-        limits = f" from {low} to {high}"
-    raise ValueError(f"{what}: {noun}{limits} is accepted")
+    raise ValueError(f"{what}: {_numbers(knob, kind or knob.kind)} is accepted")
+
+
+def _numbers(knob: Knob, kind: str) -> str:
+    """The numbers that ``knob`` accepts, in words."""
+    noun = "an integer" if kind == "int" else "a number"
+    if knob.minimum is None:
+        return noun
+    if knob.maximum is None:
+        return f"{noun} >= {knob.minimum}"
+    return f"{noun} from {knob.minimum} to {knob.maximum}"
 
 
 def from_environ(environ: Mapping[str, str] = os.environ) -> Settings:
@@ -283,34 +289,63 @@ def documentation() -> str:
         "source. A flag wins over the environment, the environment over the configuration file\n"
         "(`--config-file`, YAML), the file over the default; `horovodrun --verbose` shows what\n"
         "each worker gets and where it comes from.\n\n"
-        "A switch in the environment is on if its text is an integer above 0. A number that can't\n"
-        "be read is an error that names the variable. *No effect yet* means: accepted, with one\n"
-        "warning from `horovodrun`; *refused* means that `horovodrun` says so and ends with "
-        "status 2.\n"
+        "*Values* are those of the variable, or of the flag where there is none. A switch in the\n"
+        "environment is on if its text is an integer above 0 (where *Values* says so: any integer\n"
+        "but 0); in the file it is `true` or `false`. A word may be in any case in the environment\n"
+        "and in the file; after a flag it is in capitals. A number that can't be read is an error\n"
+        "that names the variable.\n\n"
+        "*No effect yet* means: accepted, with one warning from `horovodrun`; *not needed* means:\n"
+        "accepted, and what it asks for holds without it; *refused* means that `horovodrun` says\n"
+        "so and ends with status 2.\n"
     )
     parts = [head]
     for group in dict.fromkeys(knob.group for knob in KNOBS):
         parts.append(f"\n## {group}\n\n")
-        parts.append("| Flag | Variable | YAML key | Default | Effect | Meaning |\n")
-        parts.append("|---|---|---|---|---|---|\n")
+        parts.append("| Flag | Variable | YAML key | Values | Default | Effect | Meaning |\n")
+        parts.append("|---|---|---|---|---|---|---|\n")
         parts += [_documentation_row(knob) for knob in KNOBS if knob.group == group]
     return "".join(parts)
 
 
 def _documentation_row(knob: Knob) -> str:
-    def code(words: Iterable[str]) -> str:
-        return ", ".join(f"`{word}`" for word in words if word)
-
-    default = "" if knob.default is None else f"`{knob.default}`"
+    default = "" if knob.default is None else f"`{_default_text(knob)}`"
     cells = (
-        code(knob.flags + knob.off_flags),
-        code([knob.env]),
-        code([knob.yaml]),
+        _code(knob.flags + knob.off_flags),
+        _code([knob.env]),
+        _code([knob.yaml]),
+        _values(knob),
         default,
         knob.effect.value,
         knob.help,
     )
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+def _code(words: Iterable[str]) -> str:
+    return ", ".join(f"`{word}`" for word in words if word)
+
+
+def _values(knob: Knob) -> str:
+    """What is accepted, for the documentation; empty for a flag that takes nothing."""
+    kind = knob.env_kind or knob.kind
+    if knob.effect is Effect.IGNORED:
+        return ""
+    if kind == "choice":
+        return _code(knob.choices) + ("; any other is the default" if knob.lenient else "")
+    if kind == "nonzero":
+        return "`0`, `1`; on if not 0"
+    if kind in ("switch", "flag"):
+        return "`0`, `1`" if knob.env else ""
+    if kind in ("int", "float"):
+        return _numbers(knob, kind)
+    return {"names": "names", "pair": "two integers"}.get(kind, "text")
+
+
+def _default_text(knob: Knob) -> object:
+    """As it would be written in the variable."""
+    if isinstance(knob.default, bool) and knob.env:
+        return int(knob.default)
+    return knob.default
 
 
 def setting_names() -> set[str]:

@@ -13,6 +13,7 @@ class Effect(enum.Enum):
 
     WORKS = "works"
     NONE = "no effect yet"
+    NEEDLESS = "not needed"
     REFUSED = "refused"
     IGNORED = "ignored"
 
@@ -671,7 +672,11 @@ KNOBS: tuple[Knob, ...] = (
             env=env,
             default=default,
             setting=setting,
-            effect=Effect.WORKS if setting and setting != "elastic" else Effect.NONE,
+            effect={
+                "": Effect.NONE,
+                "elastic": Effect.NONE,
+                "dynamic_process_sets": Effect.NEEDLESS,
+            }.get(setting, Effect.WORKS),
             choices=("auto", "baseline", "avx2", "avx512") if setting == "simd" else (),
         )
         for env, kind, default, setting, text in (
@@ -695,7 +700,7 @@ KNOBS: tuple[Knob, ...] = (
                 "nonzero",
                 False,
                 "dynamic_process_sets",
-                "Process sets may be added and removed after init.",
+                "Accepted, not needed: process sets can always be added and removed after init.",
             ),
             (
                 "HOROVOD_ELASTIC",
