@@ -1,8 +1,8 @@
 """Breaks schedules, transport, executor or engine in one place at a time; some test must notice.
 
-Run by hand: python tests/core/mutations_data_plane.py [--only WORD...]. Needs CMake, Ninja, nanobind
-and a compiler. Works on a copy; prints a table and exits 1 if a mutation survives. Knows the
-sources as text only.
+Run by hand: python tests/core/mutations_data_plane.py [--only WORD...]. Needs CMake, Ninja,
+nanobind and a compiler. Works on a copy; prints a table and exits 1 if a mutation survives. Knows
+the sources as text only.
 """
 
 from __future__ import annotations
