@@ -112,7 +112,7 @@ class Oracle {
         require(!has_left(set->second), what + " waits for a rank that left");
       }
     }
-    if (options_.stall_warning > Duration{} && oldest() + options_.stall_warning <= now) {
+    if (options_.stall_warning > Duration{} && waits_since() + options_.stall_warning <= now) {
       require(warnings > 0, "who waits for long is told for whom");
     }
   }
@@ -127,6 +127,17 @@ class Oracle {
       if (!left_[rank] && !joined_[rank] && !is_blocked(static_cast<int32_t>(rank))) return false;
     }
     return true;
+  }
+
+  // Since when somebody waits; far in the future if nobody does.
+  TimePoint waits_since() const {
+    TimePoint since{TimePoint::max().time_since_epoch() / 2};
+    for (const auto& [key, voices] : calls_) {
+      for (const auto& [rank, said] : voices) {
+        if (!said.empty() && !left_[place(rank)]) since = std::min(since, said.front().since);
+      }
+    }
+    return since;
   }
 
   size_t warnings = 0;
@@ -165,12 +176,20 @@ class Oracle {
     throw Broken("somebody announced it");
   }
 
+  // All members have spoken or are excused; somebody announced it.
   bool complete(const Ranks& members, const Voices& voices) const {
+    return over(members, voices) && std::any_of(members.begin(), members.end(), [&](int32_t rank) {
+             return front(voices, rank) != nullptr && !front(voices, rank)->rejected;
+           });
+  }
+
+  // All members have spoken or are excused.
+  bool over(const Ranks& members, const Voices& voices) const {
     bool any = false;
     for (int32_t rank : members) {
-      const Utterance* said = front(voices, rank);
-      if (said == nullptr && (any_join(voices) || !is_excused(voices, rank))) return false;
-      any = any || (said != nullptr && !said->rejected);
+      const bool spoke = front(voices, rank) != nullptr;
+      if (!spoke && (any_join(voices) || !is_excused(voices, rank))) return false;
+      any = any || spoke;
     }
     return any;
   }
@@ -205,16 +224,6 @@ class Oracle {
     });
   }
 
-  TimePoint oldest() const {
-    TimePoint since = TimePoint::max() - options_.stall_warning;
-    for (const auto& [key, voices] : calls_) {
-      for (const auto& [rank, said] : voices) {
-        if (!said.empty() && !left_[place(rank)]) since = std::min(since, said.front().since);
-      }
-    }
-    return since;
-  }
-
   void utter(int32_t rank, Utterance u) {
     const Key key{u.request.set, u.request.name};
     const bool is_join = u.request.kind == OpKind::Join;
@@ -223,29 +232,21 @@ class Oracle {
       last_joined_ = rank;
     }
     calls_[key][rank].push_back(std::move(u));
-    if (joined_[place(rank)]) {
-      for (auto& [other, voices] : calls_) drop_rejected(other, voices);
-    } else {
-      drop_rejected(key, calls_[key]);
-    }
     if (is_join && complete(sets_.at(0), calls_[key])) all_return_from_join(calls_[key]);
+    for (auto& [other, voices] : calls_) {
+      if (is_join || other == key) drop_rejected(other, voices);
+    }
   }
 
   // A round in which all have rejected ends without an entry.
   void drop_rejected(const Key& key, Voices& voices) {
     const auto set = sets_.find(key.first);
     if (set == sets_.end()) return;
-    for (;;) {
-      bool all = false;
-      for (int32_t rank : set->second) {
-        const Utterance* said = front(voices, rank);
-        if (said == nullptr ? !is_excused(voices, rank) : !said->rejected) return;
-        all = all || said != nullptr;
-      }
-      if (!all) return;
+    while (over(set->second, voices) && !complete(set->second, voices)) {
       for (int32_t rank : set->second) {
         if (front(voices, rank) != nullptr) voices[rank].pop_front();
       }
+      voices.excused.clear();
     }
   }
 
@@ -351,6 +352,9 @@ class Oracle {
     } else if (entry.status.kind == ErrorKind::Shutdown) {
       require(has_left(set->second) && left_[place(entry.status.rank)],
               what + "blames who has left");
+      require(
+          std::count(entry.contributors.begin(), entry.contributors.end(), entry.status.rank) == 0,
+          what + "isn't for the one that left");
     } else if (!being_removed(entry.set)) {
       require(complete(set->second, voices), what + "comes once all have spoken");
       for (const auto& [rank, said] : voices) {
@@ -390,7 +394,7 @@ class Oracle {
     if (!joined_[place(rank)]) return;
     for (auto& [key, voices] : calls_) {
       const auto set = sets_.find(key.first);
-      if (set != sets_.end() && front(voices, rank) == nullptr && complete(set->second, voices)) {
+      if (set != sets_.end() && front(voices, rank) == nullptr && over(set->second, voices)) {
         voices.excused.insert(rank);
       }
     }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <map>
 #include <random>
 #include <set>
@@ -28,13 +29,14 @@ const T& one_of(Rng& rng, const std::vector<T>& values) {
 // One line of a rank's script. Sets are numbered by the call that adds them; their uids come at run
 // time, and a step whose set was never added is skipped.
 struct Step {
-  enum class Do { Submit, Reject, Wait, Leave };
+  enum class Do { Submit, Reject, Wait, Sleep, Leave };
 
   Do what = Do::Submit;
   size_t set = 0;
   size_t adds = 0;    // AddSet: the number of the new set
   Request request;    // RemoveSet: `root` is the number of the set
   bool sync = false;  // Submit: wait at once
+  std::chrono::seconds sleep{};
 };
 
 using Script = std::vector<Step>;
@@ -121,18 +123,25 @@ class Generator {
     const Key key{set, request.name};
     std::set<Key>& pending = pending_[static_cast<size_t>(rank)];
     wait(rank, key);
-    script(rank).push_back({Step::Do::Submit, set, adds, request, sync});
+    if (percent(rng_, 1)) sleep(rank);
+    script(rank).push_back({Step::Do::Submit, set, adds, request, sync, {}});
     if (!sync) pending.insert(key);
   }
 
   void reject(int32_t rank, size_t set, const Request& request) {
     wait(rank, {set, request.name});
-    script(rank).push_back({Step::Do::Reject, set, 0, request, false});
+    script(rank).push_back({Step::Do::Reject, set, 0, request, false, {}});
+  }
+
+  // Work of one rank alone, longer than some of the clocks.
+  void sleep(int32_t rank) {
+    const std::chrono::seconds time(20 + below(rng_, 200));
+    script(rank).push_back({Step::Do::Sleep, 0, 0, {}, false, time});
   }
 
   void wait(int32_t rank, const Key& key) {
     if (pending_[static_cast<size_t>(rank)].erase(key) == 0) return;
-    Step step{Step::Do::Wait, key.first, 0, {}, false};
+    Step step{Step::Do::Wait, key.first, 0, {}, false, {}};
     step.request.name = key.second;
     script(rank).push_back(std::move(step));
   }
@@ -306,11 +315,12 @@ class Generator {
     r.unnamed = true;
     r.name = "remove." + std::to_string(removed_++);
     r.root = static_cast<int32_t>(set.number);
+    if (percent(rng_, 8)) r.root = 0;
     Request changed = r;
     if (percent(rng_, 8)) changed.root = 0;
     const int32_t culprit = one_of(rng_, all());
     for (int32_t rank : all()) submit(rank, 0, rank == culprit ? changed : r, true);
-    if (changed.root == r.root) sets_.erase(sets_.begin() + static_cast<std::ptrdiff_t>(place));
+    if (changed.root != 0) sets_.erase(sets_.begin() + static_cast<std::ptrdiff_t>(place));
   }
 
   // Ranks run out of data at different times, in one set or in all of them.
@@ -360,12 +370,12 @@ class Generator {
   void finish() {
     for (int32_t rank : all()) {
       if (percent(rng_, 85)) wait_for_all(rank);
-      script(rank).push_back({Step::Do::Leave, 0, 0, {}, false});
+      script(rank).push_back({Step::Do::Leave, 0, 0, {}, false, {}});
     }
     if (percent(rng_, 6)) {
       Script& early = script(one_of(rng_, all()));
       early.resize(below(rng_, early.size()));
-      early.push_back({Step::Do::Leave, 0, 0, {}, false});
+      early.push_back({Step::Do::Leave, 0, 0, {}, false, {}});
       early.back().request.name = "it had enough";
     }
     if (percent(rng_, 4)) {

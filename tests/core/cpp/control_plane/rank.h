@@ -50,18 +50,25 @@ class SimRank {
     return state_ == State::Gone || state_ == State::Dead || state_ == State::Aborted;
   }
   bool stands_still() const { return state_ == State::Waiting && pending_.contains(waits_for_); }
-  bool can_step() const {
-    return state_ == State::Running || (state_ == State::Waiting && !stands_still());
+  bool can_step(TimePoint now) const {
+    if (state_ == State::Running) return now >= wakes_;
+    return state_ == State::Waiting && !stands_still();
   }
+  // When a rank that sleeps goes on.
+  TimePoint wakes() const { return state_ == State::Running ? wakes_ : TimePoint::max(); }
   size_t errors() const { return errors_; }
   void die() { state_ = State::Dead; }
 
   // The next line of the script.
-  void step() {
+  void step(TimePoint now) {
     state_ = State::Running;
     if (ends_) return leave("an error ended the script");
     const Step& step = script_[next_++];
     if (step.what == Step::Do::Leave) return leave(step.request.name);
+    if (step.what == Step::Do::Sleep) {
+      wakes_ = now + step.sleep;
+      return;
+    }
     const auto uid = uids_.find(step.set);
     if (uid == uids_.end()) return;
     Request request = step.request;
@@ -74,6 +81,7 @@ class SimRank {
         return say(Reject{request.kind, request.set, request.name, "it is wrong"});
       case Step::Do::Wait:
         return wait(key);
+      case Step::Do::Sleep:
       case Step::Do::Leave:
         break;
     }
@@ -216,6 +224,7 @@ class SimRank {
   size_t next_ = 0;
   State state_ = State::Running;
   bool ends_ = false;
+  TimePoint wakes_;
   Key waits_for_;
   std::map<Key, Pending> pending_;
   std::map<size_t, uint32_t> uids_;  // by number of the set

@@ -103,7 +103,7 @@ class World {
       const auto add = [&](bool possible, Event::What what) {
         if (possible) events_.push_back({what, rank});
       };
-      add(!r.ended() && r.can_step() && eager(rank), Event::What::Step);
+      add(!r.ended() && r.can_step(now_) && eager(rank), Event::What::Step);
       add(!r.up.empty() && eager(rank), Event::What::Up);
       add(!r.down.empty() && r.state() != SimRank::State::Aborted && eager(rank),
           Event::What::Down);
@@ -121,7 +121,7 @@ class World {
   bool anything_possible() {
     for (int32_t rank = 0; rank < size(); ++rank) {
       SimRank& r = at(rank);
-      if (!r.ended() && (r.can_step() || can_run(rank))) return true;
+      if (!r.ended() && (r.can_step(now_) || can_run(rank))) return true;
       if (!r.up.empty() || (!r.down.empty() && r.state() != SimRank::State::Aborted)) return true;
     }
     return false;
@@ -140,7 +140,7 @@ class World {
     switch (event.what) {
       case Event::What::Step:
         if (trace_) note("goes on", event.rank);
-        return at(event.rank).step();
+        return at(event.rank).step(now_);
       case Event::What::Up:
         return deliver_up(event.rank);
       case Event::What::Down:
@@ -232,25 +232,29 @@ class World {
       digest_ = (digest_ ^ static_cast<unsigned char>(c)) * 0x100000001B3ull;
   }
 
-  // Only a clock that was allowed to jump can end the job.
   void check_abort(const Abort& abort) {
     require(!aborted_, "a job is ended once");
-    require(jumped_, "a job ends only if nothing can happen any more");
     require(abort.status.kind == ErrorKind::Timeout, "a job ends for a time-out");
     require(abort.status.text.find("rank") != std::string::npos, "who is missing is named");
     aborted_ = true;
-    const bool deadlock = abort.status.text.find("deadlock") != std::string::npos;
-    if (deadlock) require(oracle_.everyone_is_blocked(), "a deadlock is one");
-    abort_ending_ = deadlock ? Ending::Deadlock : Ending::Stall;
+    if (abort.status.text.find("deadlock") != std::string::npos) {
+      require(jumped_ && oracle_.everyone_is_blocked(), "a deadlock is one");
+      abort_ending_ = Ending::Deadlock;
+    } else {
+      require(oracle_.waits_since() + job_.options.stall_shutdown <= now_, "a stall is one");
+      abort_ending_ = Ending::Stall;
+    }
   }
 
-  // Nobody can do anything: the clock jumps to what the coordinator waits for.
+  // Nobody can do anything: the clock jumps to what the coordinator or a sleeping rank waits for.
   void let_time_pass() {
     oracle_.idle(now_);
+    TimePoint wakes = TimePoint::max();
+    for (const SimRank& rank : ranks_) wakes = std::min(wakes, rank.wakes());
     const TimePoint next = coordinator_.next_deadline();
-    require(next != TimePoint::max(), "nobody waits for ever");
+    require(std::min(next, wakes) != TimePoint::max(), "nobody waits for ever");
     note("time passes", -1);
-    now_ = std::max(now_, next);
+    now_ = std::max(now_, std::min(next, wakes));
     jumped_ = true;
     decide();
     jumped_ = false;
