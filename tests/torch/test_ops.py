@@ -489,6 +489,9 @@ def test_barrier_and_process_sets() -> None:
         hvd.synchronize(handle)
     same(hvd.allreduce(torch.ones(2), op=hvd.Sum), torch.full((2,), 3.0))
     assert hvd.remove_process_set(pair)
+    for wrong in (None, 3, [0, 1]):
+        with pytest.raises(TypeError, match="process_set must be a ProcessSet"):
+            hvd.allreduce(torch.ones(2), process_set=wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="not registered"):
         hvd.allreduce(torch.ones(1), process_set=pair)
 

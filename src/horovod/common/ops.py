@@ -312,10 +312,12 @@ def _is_text(name: object) -> bool:
 
 
 def _set_id(process_set: ProcessSet, op: Op, name: str | None) -> int:
+    what = op.name if name is None else f"{op.name}.{name}"
+    if not isinstance(process_set, ProcessSet):
+        raise TypeError(f"{what}: process_set must be a ProcessSet, not {process_set!r}")
     number = process_set.process_set_id
     if number == 0:
         return 0
-    what = op.name if name is None else f"{op.name}.{name}"
     if number is None or process_set.ranks is None:
         raise ValueError(
             f"{what}: {process_set} is not registered: see init() and add_process_set()"
