@@ -19,6 +19,7 @@ import pytest
 
 from horovod.common import proof, sockets
 from horovod.common.store import (
+    RankEnded,
     StoreClient,
     StoreError,
     StoreServer,
@@ -255,6 +256,31 @@ def test_a_rank_whose_connection_dies_is_taken_out_of_the_round(client):
             gone.result(5)
     with pytest.raises(StoreTimeout, match=r"rank 0 of 2 did not join"):
         client(1).rendezvous("init", 2, b"", 0.2)
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_rank_that_has_ended_fails_its_rounds_at_once(server, client, joined):
+    early, late, ending = client(0), client(1), client(2)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(early.rendezvous, "init", 3, b"", 20)]
+        if joined:
+            waiting.append(pool.submit(ending.rendezvous, "init", 3, b"", 20))
+        time.sleep(0.05)
+        server.end(2, "SIGKILL")
+        server.end(2, "exit code 0")
+        ending.close()
+        for result in waiting[1:]:
+            with pytest.raises(StoreError):
+                result.result(5)
+        text = r"rank 2 has ended \(SIGKILL\), so 'init' can't be completed"
+        with pytest.raises(RankEnded, match=text) as caught:
+            waiting[0].result(5)
+        assert caught.value.rank == 2
+    began = time.monotonic()
+    with pytest.raises(RankEnded, match=text):
+        late.rendezvous("init", 3, b"", 20)
+    assert time.monotonic() - began < 5
+    assert client(0).rendezvous("smaller", 1, b"x", 5) == (1, [b"x"])
 
 
 def test_disagreement_about_the_size_is_an_error_of_the_one_who_came_last(client):

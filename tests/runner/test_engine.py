@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 
 import pytest
 
@@ -35,6 +36,10 @@ def work(how):
     if how == "before":
         if rank == 1:
             raise KeyError("boom")
+    if how == "absent" and rank == 1:
+        return
+    if how == "absent" and rank == 2:  # comes when it is known
+        time.sleep(1.5)
     basics.init()
     assert allreduce("a") == basics.size()
     if rank == 1:
@@ -66,7 +71,7 @@ def work(how):
 """
 
 
-HANGS = ("before", "freeze", "freeze, caught")
+HANGS = ("freeze", "freeze, caught")
 
 
 def blamed(stderr: str) -> dict[str, str]:
@@ -75,7 +80,7 @@ def blamed(stderr: str) -> dict[str, str]:
 
 def run(launcher, size: int, how: str):
     words = [sys.executable, "-c", WORKER + f"\nwork({how!r})"]
-    # Nobody waits for the ranks that wait in init() for one that will never come, or are stopped.
+    # Nobody waits for ranks that are stopped.
     program = {"program": launcher.hasty} if how in HANGS else {}
     env = {"HOROVOD_HEARTBEAT_TIMEOUT_SECONDS": "2"} if how.startswith("freeze") else {}
     result = launcher.run("-np", str(size), *words, timeout_s=50, env=env, **program)
@@ -119,6 +124,16 @@ def test_a_frozen_rank_is_ended_and_named(launcher, how: str, code: int, whose: 
     reason = r"rank 0 reported: .*rank 1 \(localhost pid \d+\) gave no sign of life for \d+ s: .*"
     assert re.fullmatch(reason, said["Reason"]), said
     assert b"Terminating " in result.stderr
+
+
+def test_nobody_waits_in_init_for_a_rank_that_has_ended(launcher) -> None:
+    began = time.monotonic()
+    returncode, said, result = run(launcher, 3, "absent")
+    assert time.monotonic() - began < 20  # the time limit of init() is 30 s
+    assert (returncode, said["Process name"]) == (1, "0"), result.stderr.decode()
+    text = "rank 1 has ended (exit code 0), so 'init' can't be completed"
+    for rank in (0, 2):
+        assert f"PeerLostError: [horovod {rank}/3] init: {text}" in result.stderr.decode()
 
 
 def test_a_rank_that_leaves_early_is_mentioned(launcher) -> None:

@@ -47,6 +47,7 @@ class Status(enum.IntEnum):
     OK = 0
     TIMEOUT = 1
     REFUSED = 2
+    ENDED = 3
 
 
 _VALUE_LIMIT_BYTES = {Kind.SET: MAX_VALUE_BYTES, Kind.GET: 0, Kind.JOIN: MAX_PAYLOAD_BYTES}
@@ -65,7 +66,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """One answer; ``count`` and ``generation`` mean something for a completed round only."""
+    """One answer.
+
+    ``count`` is the number of payloads of a completed round, or for ENDED the rank that has ended;
+    ``generation`` means something for a completed round only.
+    """
 
     status: Status
     value: bytes = b""

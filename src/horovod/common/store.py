@@ -27,6 +27,7 @@ from horovod.common.store_server import SOCKET_NAME, StoreServer, proof_context
 
 __all__ = [
     "Job",
+    "RankEnded",
     "StoreClient",
     "StoreError",
     "StoreServer",
@@ -50,6 +51,10 @@ class StoreError(HorovodInternalError):
 
 class StoreTimeout(StoreError):
     """What was waited for did not come in time; the text names who is missing."""
+
+
+class RankEnded(StoreError):
+    """A rank that is waited for has ended; ``rank`` says which, the text how."""
 
 
 @dataclass(frozen=True)
@@ -197,6 +202,7 @@ class StoreClient:
 
         Raises:
             StoreTimeout: somebody did not join in time; the text names the ranks.
+            RankEnded: somebody has ended and will never join.
             StoreError: the round has another size, or this rank joined again elsewhere.
         """
         request = Request(Kind.JOIN, name, payload, size, int(timeout_s * 1000))
@@ -279,6 +285,8 @@ class StoreClient:
         text = reply.value.decode(errors="replace")
         if reply.status is Status.TIMEOUT:
             raise StoreTimeout(f"waited {request.timeout_ms / 1000:g} s: {text}")
+        if reply.status is Status.ENDED:
+            raise RankEnded(text, rank=reply.count)
         raise StoreError(text)
 
     def _exchange(

@@ -92,9 +92,10 @@ class StoreServer:
         self._path = directory / SOCKET_NAME
         self._key = key
         self._bound = proof_context(job_id)
-        self._lock = threading.Lock()  # guards the three below, which other threads use
+        self._lock = threading.Lock()  # guards the four below, which other threads use
         self._values: dict[str, bytes] = {}
         self._changed: deque[str] = deque()
+        self._ended: dict[int, str] = {}  # how each rank ended, the first one first
         self._closing = False
         # What follows belongs to the server's thread.
         self._waiters: dict[str, set[_Connection]] = {}
@@ -146,8 +147,20 @@ class StoreServer:
         with self._lock:
             self._values[key] = value
             self._changed.append(key)
-            if self._thread is not None and not self._closing:
-                os.eventfd_write(self._bell, 1)
+            self._ring()
+
+    def end(self, rank: int, how: str) -> None:
+        """Takes note that ``rank`` will join no round any more.
+
+        Rounds that lack it fail at once, those under way and those that others join later.
+
+        Args:
+            rank: who has ended.
+            how: in words, for example ``exit code 0``.
+        """
+        with self._lock:
+            self._ended.setdefault(rank, how)
+            self._ring()
 
     def get(self, key: str) -> bytes | None:
         """The value of ``key`` at this moment, None if nobody has set it. Never waits."""
@@ -164,6 +177,11 @@ class StoreServer:
         with self._lock:
             return {k: v for k, v in self._values.items() if k.startswith(prefix)}
 
+    def _ring(self) -> None:
+        """Wakes the server's thread; the caller holds the lock."""
+        if self._thread is not None and not self._closing:
+            os.eventfd_write(self._bell, 1)
+
     # --- the server's thread ---
 
     def _serve(self) -> None:
@@ -174,6 +192,7 @@ class StoreServer:
                         self._advance(ready.data, events)
                     else:
                         ready.data()
+                self._fail_hopeless_rounds()
                 self._expire(time.monotonic())
         finally:
             for connection in list(self._connections):
@@ -309,6 +328,22 @@ class StoreServer:
         payloads = frames.pack_payloads([round_.entries[r][0] for r in range(size)])
         for _, member in round_.entries.values():
             self._answer(member, Reply(Status.OK, payloads, size, generation))
+
+    def _fail_hopeless_rounds(self) -> None:
+        """Ends every round that waits for a rank that has ended.
+
+        One that joined and ended is noticed as soon as its connection has closed.
+        """
+        with self._lock:
+            ended = dict(self._ended)
+        for name, round_ in list(self._rounds.items()):
+            lost = next((r for r in ended if r < round_.size and r not in round_.entries), None)
+            if lost is None:
+                continue
+            text = f"rank {lost} has ended ({ended[lost]}), so {name!r} can't be completed"
+            del self._rounds[name]
+            for _, member in round_.entries.values():
+                self._answer(member, Reply(Status.ENDED, text.encode(), lost))
 
     def _wake_waiters(self, key: str) -> None:
         with self._lock:

@@ -32,7 +32,7 @@ from typing import Protocol, TypeVar
 from horovod.common import logs, proof, sockets
 from horovod.common.config import Settings
 from horovod.common.exceptions import HorovodInternalError, PeerLostError, ResourceError
-from horovod.common.store import StoreClient, StoreError, StoreTimeout
+from horovod.common.store import RankEnded, StoreClient, StoreError, StoreTimeout
 
 VERSION = 1
 """Version of what ranks tell each other here and of what engines speak over the descriptors."""
@@ -132,7 +132,7 @@ def connect(
 
     Raises:
         ResourceError: no memory, descriptor or file on this rank; the text says which.
-        PeerLostError: a rank left, or did not answer; ``rank`` says which.
+        PeerLostError: a rank ended, left, or did not answer; ``rank`` says which.
         HorovodInternalError: ranks did not come, or are not of this version; the text names them.
     """
     return _Wiring(settings, plan, memory_bytes, store).run()
@@ -296,6 +296,8 @@ class _Wiring:
                 HorovodInternalError,
                 f"{error}. HOROVOD_START_TIMEOUT (--start-timeout) sets how long to wait",
             ) from error
+        except RankEnded as error:
+            raise self._error(PeerLostError, str(error), error.rank) from error
         cards = []
         for rank, payload in enumerate(payloads):
             try:

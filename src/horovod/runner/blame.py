@@ -168,12 +168,22 @@ def _reason(fault: Fault | None) -> str | None:
     return fault.exception or None if fault is not None else None
 
 
+def _signal_name(code: int) -> str:
+    """The signal that an exit code stands for, empty if there is none."""
+    try:
+        return signal.Signals(code - 128).name if code > 128 else ""
+    except ValueError:
+        return ""
+
+
+def ending(code: int) -> str:
+    """How a rank ended, in two words for those who wait for it: ``exit code 0``, ``SIGKILL``."""
+    return _signal_name(code) or f"exit code {code}"
+
+
 def code_text(code: int) -> str:
     """``1``, or ``137 (SIGKILL)`` with a hint where there is one."""
-    try:
-        name = signal.Signals(code - 128).name if code > 128 else ""
-    except ValueError:
-        name = ""
+    name = _signal_name(code)
     hint = ", killed from outside, often for want of memory" if name == "SIGKILL" else ""
     return f"{code} ({name}{hint})" if name else str(code)
 

@@ -341,6 +341,7 @@ class Driver:
             ended = self._arrivals.get()
             by_launcher = self._term_at is not None and ended.time >= self._term_at
             self._exits[ended.rank] = Exit(ended.rank, ended.code, ended.time, by_launcher)
+            self._server.end(ended.rank, blame.ending(ended.code))
             if ended.code == 0:
                 continue
             self._say(f"Process {ended.rank} exit with status code {ended.code}.\n")
