@@ -146,19 +146,29 @@ def test_exit_codes_in_words() -> None:
     assert code_text(255) == "255"
 
 
+TRACEBACK = b'Traceback (most recent call last):\n  File "x"\nKeyError: 1\n'
+
+
 @pytest.mark.parametrize(
-    ("stderr", "line"),
+    ("stderr", "code", "line"),
     [
-        (b"", None),
-        (b"one\ntwo\n\n", "two"),
-        (b'Traceback (most recent call last):\n  File "x"\nKeyError: 1\nafter\n', "KeyError: 1"),
+        (b"", 1, None),
+        (b"one\ntwo\n\n", 1, None),
+        (TRACEBACK, 1, "KeyError: 1"),
+        (TRACEBACK + b"after\n", 1, "KeyError: 1"),
         (
             b"Traceback (most recent call last):\n  File\nA: 1\n\nDuring handling\n\n"
             b"Traceback (most recent call last):\n  File\nmod.B: 2\nmore\n",
+            1,
             "mod.B: 2",
         ),
-        (b"Traceback (most recent call last):\n  cut", "cut"),
+        (b"Traceback (most recent call last):\n  cut", 1, None),
+        (b"Traceback (most recent call last): or so\nI said\n", 1, None),
+        (b"WARNING: harmless\n", 137, None),
+        (TRACEBACK + b"\n", 134, "KeyError: 1"),
+        (TRACEBACK + b"going on with defaults\n", 137, None),
+        (TRACEBACK + b"after\n", 255, "KeyError: 1"),
     ],
 )
-def test_last_words(stderr: bytes, line: str | None) -> None:
-    assert last_words(stderr) == line
+def test_last_words(stderr: bytes, code: int, line: str | None) -> None:
+    assert last_words(stderr, code) == line

@@ -39,7 +39,8 @@ def test_a_failing_worker_ends_the_job(launcher) -> None:
     took = time.monotonic() - start
     assert result.returncode == 7
     said = blamed(result.stderr)
-    assert (said["Process name"], said["Exit code"], said["Reason"]) == ("1", "7", "cause")
+    assert (said["Process name"], said["Exit code"]) == ("1", "7")
+    assert "Reason" not in said  # a line that is no traceback's may be about anything
     assert re.fullmatch(r"localhost, pid \d+", said["Host"])
     lines = result.stderr.decode().splitlines()
     first = lines.index("Process 1 exit with status code 7.")

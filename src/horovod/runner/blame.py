@@ -188,16 +188,22 @@ def code_text(code: int) -> str:
     return f"{code} ({name}{hint})" if name else str(code)
 
 
-def last_words(stderr: bytes) -> str | None:
-    """The line that says what happened: that of the last traceback, else the last line."""
-    lines = stderr.decode("utf-8", "replace").splitlines()
-    for index in range(len(lines) - 1, -1, -1):
-        if lines[index].startswith("Traceback (most recent call last)"):
-            for line in lines[index + 1 :]:
-                if line and not line[0].isspace():
-                    return line.strip()
-            break
-    for line in reversed(lines):
-        if line.strip():
-            return line.strip()
-    return None
+def last_words(stderr: bytes, code: int) -> str | None:
+    """The line that says what happened: that of the last traceback. No other line is a reason.
+
+    Whoever is killed says nothing any more: what a rank that died by a signal wrote before counts
+    only if it is the very end, as when a program reports its error and then aborts.
+
+    Args:
+        stderr: the end of what the rank wrote.
+        code: its exit code; 128 + n for signal n.
+    """
+    lines = stderr.decode("utf-8", "replace").rstrip().splitlines()
+    heads = [i for i, line in enumerate(lines) if line == "Traceback (most recent call last):"]
+    if not heads:
+        return None
+    after = range(heads[-1] + 1, len(lines))
+    end = next((i for i in after if lines[i] and not lines[i][0].isspace()), None)
+    if end is None or (_signal_name(code) and end != len(lines) - 1):
+        return None
+    return lines[end].strip()

@@ -436,11 +436,12 @@ class Driver:
         if cause is None:
             return Outcome(0, "")
         worker = next(w for w in self._workers if w.slot.rank == cause.rank)
-        reason = cause.reason or blame.last_words(self._tails[cause.rank].data)
+        code = self._exits[cause.rank].code
+        reason = cause.reason or blame.last_words(self._tails[cause.rank].data, code)
         lines = [
             f"{blame.DETECTED}. The first cause:",
             f"Process name: {cause.rank}",
-            f"Exit code: {blame.code_text(self._exits[cause.rank].code)}",
+            f"Exit code: {blame.code_text(code)}",
             f"Host: {worker.slot.hostname}, pid {worker.pid}",
             *([f"Reason: {reason}"] if reason else []),
             *([f"Note: {cause.note}"] if cause.note else []),
