@@ -336,6 +336,12 @@ void Coordinator::receive(int32_t rank, Item item, TimePoint now) {
 void Coordinator::decide(TimePoint now, std::vector<Outgoing>& out, std::vector<LogLine>& log) {
   State& s = *state_;
   if (!s.aborted) {
+    while (auto crossing = s.watch.look_for_crossing(s.scene(), s.calls.waiting(), now)) {
+      for (Call* call : {crossing->first, crossing->second}) {
+        std::string text = describe_call(call->kind, call->name) + ": " + crossing->text;
+        s.fail(*call, {ErrorKind::Mismatch, std::move(text), -1}, now);
+      }
+    }
     do {
       s.replay(now);
       for (auto& [uid, set] : s.sets) s.emit_ready(set, now);

@@ -38,6 +38,9 @@ struct CoordinatorOptions {
   Duration stall_warning = std::chrono::seconds(60);  // 0 = never, as for the next two
   Duration stall_shutdown{};
   Duration deadlock = std::chrono::seconds(60);
+  // How long every rank must wait, with nothing that could run, before calls that look like one
+  // call made differently (another operation or process set) are taken for that.
+  Duration crossed = std::chrono::seconds(1);
 };
 
 struct LogLine {

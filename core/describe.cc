@@ -11,12 +11,16 @@ constexpr size_t kMostRanges = 16;
 
 }  // namespace
 
+std::string_view bare_name(OpKind kind, std::string_view name) {
+  const std::string_view op = info(kind).name;
+  const bool prefixed =
+      name.size() > op.size() + 1 && name.starts_with(op) && name[op.size()] == '.';
+  return prefixed ? name.substr(op.size() + 1) : name;
+}
+
 std::string describe_call(OpKind kind, std::string_view name) {
   std::string out(info(kind).name);
-  // Adapters name calls "allreduce.conv1.weight": the kind is said already.
-  if (name.size() > out.size() + 1 && name.starts_with(out) && name[out.size()] == '.') {
-    name.remove_prefix(out.size() + 1);
-  }
+  name = bare_name(kind, name);
   out += " \"";
   if (name.size() <= kLongestName) {
     out += name;

@@ -12,6 +12,9 @@
 
 namespace horovod {
 
+// Adapters name calls "allreduce.conv1.weight": the name without the kind in front of it.
+std::string_view bare_name(OpKind kind, std::string_view name);
+
 std::string describe_call(OpKind kind, std::string_view name);  // allreduce "conv1.weight"
 std::string describe_ranks(std::span<const int32_t> ranks);     // ranks 0-2, 5; rank 3
 std::string describe_number(double value);                      // the shortest exact form

@@ -8,8 +8,9 @@
 namespace horovod {
 namespace {
 
-constexpr size_t kMostNames = 6;   // calls listed in a line
-constexpr size_t kMostRanks = 16;  // ranks described in a line
+constexpr size_t kMostNames = 6;    // calls listed in a line
+constexpr size_t kMostRanks = 16;   // ranks described in a line
+constexpr size_t kMostPaired = 64;  // calls looked at for crossings
 
 double seconds(Duration duration) { return std::chrono::duration<double>(duration).count(); }
 
@@ -39,6 +40,46 @@ std::string name_calls(const std::vector<const Call*>& calls, size_t limit) {
     parts.push_back(i < limit ? describe_call(calls[i]->kind, calls[i]->name) : std::string());
   }
   return join_some(parts, limit, ", ");
+}
+
+// Ranks with a caller that waits for this call.
+Ranks blocked_ranks(const Scene& scene, const Call& call) {
+  const ProcessSet& set = scene.sets.at(call.set);
+  Ranks ranks;
+  for (int32_t rank : set.members) {
+    if (set.voice(call, rank).blocked) ranks.push_back(rank);
+  }
+  return ranks;
+}
+
+bool unnamed(const Call& call) {
+  return std::any_of(call.voices.begin(), call.voices.end(), [](const Voice& voice) {
+    return voice.request != nullptr && voice.request->unnamed;
+  });
+}
+
+// Whether a program could mean the same call by both: the same name, or none.
+bool alike(const Call& a, const Call& b) {
+  if (unnamed(a) != unnamed(b)) return false;
+  return unnamed(a) || bare_name(a.kind, a.name) == bare_name(b.kind, b.name);
+}
+
+bool waits_in_vain(const Scene& scene, const Ranks& ranks, const Call& call) {
+  const ProcessSet& set = scene.sets.at(call.set);
+  return std::any_of(ranks.begin(), ranks.end(), [&](int32_t rank) {
+    return set.has(rank) && set.voice(call, rank).said == Voice::Said::Nothing;
+  });
+}
+
+std::string describe_place(const Scene& scene, const Call& call, const Ranks& ranks) {
+  std::string out = describe_ranks(ranks);
+  out.append(" called ").append(describe_call(call.kind, call.name));
+  if (call.set == 0) return out += " of all ranks";
+  return out.append(" of process set ")
+      .append(std::to_string(call.set))
+      .append(" (")
+      .append(describe_ranks(scene.sets.at(call.set).members))
+      .append(")");
 }
 
 }  // namespace
@@ -102,8 +143,40 @@ std::optional<Status> Watch::look(const Scene& scene, CallList& waiting, TimePoi
   return std::nullopt;
 }
 
+std::optional<Crossing> Watch::look_for_crossing(const Scene& scene, CallList& waiting,
+                                                 TimePoint now) {
+  if (!scene.all_blocked || options_.crossed == Duration{} || looked_at_ == last_arrival_ ||
+      now - last_arrival_ < options_.crossed) {
+    return std::nullopt;
+  }
+  std::vector<std::pair<Call*, Ranks>> blocked;
+  for (Call& call : waiting) {
+    if (blocked.size() == kMostPaired) break;
+    if (!info(call.kind).moves_data && call.kind != OpKind::Barrier) continue;
+    if (Ranks ranks = blocked_ranks(scene, call); !ranks.empty()) {
+      blocked.emplace_back(&call, std::move(ranks));
+    }
+  }
+  for (size_t i = 0; i < blocked.size(); ++i) {
+    for (size_t j = i + 1; j < blocked.size(); ++j) {
+      const auto& [a, a_ranks] = blocked[i];
+      const auto& [b, b_ranks] = blocked[j];
+      if (alike(*a, *b) && waits_in_vain(scene, a_ranks, *b) && waits_in_vain(scene, b_ranks, *a)) {
+        return Crossing{a, b,
+                        "ranks made different calls: " + describe_place(scene, *a, a_ranks) + ", " +
+                            describe_place(scene, *b, b_ranks)};
+      }
+    }
+  }
+  looked_at_ = last_arrival_;
+  return std::nullopt;
+}
+
 TimePoint Watch::next_deadline(const Scene& scene) const {
   TimePoint next = TimePoint::max();
+  if (scene.all_blocked && options_.crossed > Duration{} && looked_at_ != last_arrival_) {
+    next = std::min(next, last_arrival_ + options_.crossed);
+  }
   if (options_.stall_warning > Duration{}) {
     const auto fresh = std::find_if(scene.waiting.begin(), scene.waiting.end(),
                                     [](const Call& call) { return call.stall == 0; });

@@ -23,6 +23,13 @@ struct Scene {
   bool all_blocked = false;  // every live rank waits, and nothing is ready or in flight
 };
 
+// Two calls by whose ranks each waits for the other: one call, made differently.
+struct Crossing {
+  Call* first;
+  Call* second;
+  std::string text;
+};
+
 class Watch {
  public:
   explicit Watch(const CoordinatorOptions& options);
@@ -34,6 +41,8 @@ class Watch {
 
   // Warns where it is due; a status if the epoch has to end.
   std::optional<Status> look(const Scene& scene, CallList& waiting, TimePoint now);
+  // Calls that have to fail so that their ranks can go on, once they have waited long enough.
+  std::optional<Crossing> look_for_crossing(const Scene& scene, CallList& waiting, TimePoint now);
   TimePoint next_deadline(const Scene& scene) const;
 
   // Moves what there is to say to the end of `log`.
@@ -61,6 +70,7 @@ class Watch {
   const CoordinatorOptions& options_;
   Duration shutdown_;  // stall_shutdown, or 0 where it is ignored
   TimePoint last_arrival_;
+  TimePoint looked_at_;         // the last arrival when crossings were looked for
   std::vector<LastCall> last_;  // by rank
   std::map<uint64_t, Stall> stalls_;
   uint64_t next_stall_ = 1;

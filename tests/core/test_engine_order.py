@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from .engines import ALLREDUCE, JOIN, Failed, Rank, default_plan, engines, run
+from .engines import ALLREDUCE, BROADCAST, JOIN, Failed, Rank, default_plan, engines, run
 
 HOG = 1 << 23  # float32 elements: long enough to be in flight while other calls are made
 
@@ -149,3 +149,34 @@ def test_a_stuck_caller_keeps_its_time_limit_while_others_stream() -> None:
             return waited
 
         assert run(ranks, body)[0] < 3.0
+
+
+@pytest.mark.parametrize("unnamed", [False, True])
+@pytest.mark.parametrize("differ", ["set", "operation"])
+def test_one_call_made_differently_is_a_disagreement(differ: str, unnamed: bool) -> None:
+    """Another process set or operation under one name, or none: an error, and all goes on."""
+    with engines(3) as ranks:
+
+        def body(rank: Rank) -> float:
+            pair = rank.add_set([0, 1])
+            odd = rank.rank == 0
+            kind = BROADCAST if odd and differ == "operation" else ALLREDUCE
+            prefix = "broadcast" if kind == BROADCAST else "allreduce"
+            name = f"{prefix}.noname.{0 if odd else 1}" if unnamed else f"{prefix}.a"
+            x = np.ones(4, np.float32)
+            start = time.monotonic()
+            with pytest.raises(Failed, match="ranks made different calls") as caught:
+                rank.call(
+                    kind,
+                    name,
+                    [x],
+                    [x.copy()],
+                    set_id=pair if odd and differ == "set" else 0,
+                    unnamed=unnamed,
+                )
+            assert caught.value.kind == 2
+            waited = time.monotonic() - start
+            assert (rank.allreduce("after", x) == 3).all()
+            return waited
+
+        assert max(run(ranks, body)) < 5.0

@@ -407,6 +407,69 @@ void a_deadlock_ends_the_job_and_names_every_ranks_calls() {
   CHECK(contains(status.text, "rank 2 (host1, pid 102) waits for join \"join\""));
 }
 
+// Ranks 0-1 have a set of their own, and a second passes before crossed calls are one mistake.
+struct CrossingLab : Lab {
+  CrossingLab() : Lab(3, [](auto& o) { o.crossed = 1s; }) {
+    all_announce(add_call({0, 1}));
+    entries();
+  }
+};
+
+void expect_crossing(Lab& lab, const std::string& text) {
+  lab.silent();
+  CHECK(lab.deadline() == 1s);
+  lab.wait(1s);
+  const auto entries = lab.entries();
+  CHECK_EQ(entries.size(), 2u);
+  for (const Entry& entry : entries) {
+    CHECK(entry.status.kind == ErrorKind::Mismatch);
+    CHECK(contains(entry.status.text, text));
+  }
+  lab.all_announce(call("after"));
+  CHECK(lab.entry().status.ok());
+}
+
+void one_name_called_in_two_sets_is_a_disagreement() {
+  CrossingLab lab;
+  lab.announce(0, in_set(call("allreduce.x"), 1));
+  lab.announce(1, call("allreduce.x"));
+  lab.announce(2, call("allreduce.x"));
+  expect_crossing(lab,
+                  "ranks made different calls: rank 0 called allreduce \"x\" of process set 1 "
+                  "(ranks 0-1), ranks 1-2 called allreduce \"x\" of all ranks");
+}
+
+void one_name_of_two_operations_is_a_disagreement() {
+  CrossingLab lab;
+  lab.announce(0, call("allreduce.k"));
+  lab.announce(1, call("broadcast.k", OpKind::Broadcast));
+  lab.announce(2, call("allreduce.k"));
+  expect_crossing(
+      lab,
+      "ranks 0, 2 called allreduce \"k\" of all ranks, rank 1 called broadcast \"k\" of "
+      "all ranks");
+}
+
+void other_names_are_no_crossing() {
+  CrossingLab lab;
+  lab.announce(0, call("x"));
+  lab.announce(1, call("y"));
+  lab.announce(2, call("x"));
+  CHECK(lab.deadline() == 1s);
+  lab.wait(1s);
+  lab.silent();
+  CHECK(lab.deadline() == 59s);
+}
+
+void it_is_no_crossing_while_someone_works() {
+  CrossingLab lab;
+  lab.announce(0, in_set(call("x"), 1));
+  lab.announce(1, call("x"));
+  lab.announce(2, call("x"), false);
+  lab.wait(30s);
+  lab.silent();
+}
+
 void it_is_no_deadlock_while_someone_works() {
   Lab lab(3);
   lab.announce(0, call("x"));
@@ -509,6 +572,10 @@ int main() {
   a_shutdown_time_below_the_warning_time_is_ignored();
   waiting_in_join_is_not_a_reason_to_end();
   a_deadlock_ends_the_job_and_names_every_ranks_calls();
+  one_name_called_in_two_sets_is_a_disagreement();
+  one_name_of_two_operations_is_a_disagreement();
+  other_names_are_no_crossing();
+  it_is_no_crossing_while_someone_works();
   it_is_no_deadlock_while_someone_works();
   it_is_no_deadlock_while_an_entry_runs();
   a_held_call_is_part_of_a_deadlock();
