@@ -101,6 +101,25 @@ def test_a_number_that_cannot_be_read_is_named(knob: Knob, text: str) -> None:
     assert "is accepted" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "knob", [knob for knob in NUMBERS if knob.tunable], ids=lambda knob: knob.env
+)
+@pytest.mark.parametrize("text", ["9" * 20, "9" * 400])
+def test_a_number_beyond_all_use_is_named_with_its_range(knob: Knob, text: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        config.from_environ({knob.env: text})
+    assert str(caught.value).startswith(f"{knob.env}={text}: ")
+    assert str(caught.value).endswith(f" from {knob.minimum} to {knob.maximum} is accepted")
+    config.from_environ({knob.env: str(knob.maximum)})
+
+
+def test_the_range_of_an_option_is_in_its_own_unit() -> None:
+    knob = next(knob for knob in KNOBS if knob.name == "fusion_threshold_mb")
+    assert config.check_option(knob, 1 << 42, "it") == 1 << 42
+    with pytest.raises(ValueError, match="it: an integer from 0 to 4398046511104 is accepted"):
+        config.check_option(knob, (1 << 42) + 1, "it")
+
+
 @pytest.mark.parametrize("knob", SETTINGS, ids=lambda knob: knob.env)
 def test_an_empty_variable_is_as_none(knob: Knob) -> None:
     assert config.from_environ({knob.env: ""}) == config.from_environ({})

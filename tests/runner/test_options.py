@@ -266,6 +266,7 @@ def test_usage_errors(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     "words",
     [
         "--fusion-threshold-mb -1",
+        "--fusion-threshold-mb 99999999999999",
         "--cycle-time-ms -1",
         "--cycle-time-ms nan",
         "--cache-capacity -1",
@@ -441,6 +442,8 @@ def test_a_section_alone_has_a_say(tmp_path: Path) -> None:
         ("params: {fusion_threshold_mb: -1}", "fusion_threshold_mb"),
         ("params: {fusion_threshold_mb: many}", "a number is accepted"),
         ("params: {fusion_threshold_mb: 1.5}", "an integer is accepted"),
+        ("params: {fusion_threshold_mb: .inf}", "an integer from 0 to 4398046511104 is accepted"),
+        ("params: {cycle_time_ms: %s}" % ("9" * 400), "a number from 0 to 60000 is accepted"),
         ("params: {torus_allreduce: 3}", "true or false"),
         ("params: 7", "params must hold keys"),
         ("logging: {level: loud}", "one of trace"),

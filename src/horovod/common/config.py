@@ -11,7 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from horovod.common.knobs import KNOBS as KNOBS
 from horovod.common.knobs import Effect as Effect
@@ -120,9 +120,17 @@ def check_range(knob: Knob, value: int | float, what: str, kind: str | None = No
     """
     low, high = knob.minimum, knob.maximum
     above = low is None or value >= low
-    if math.isfinite(value) and above and (high is None or value <= high):
+    finite = isinstance(value, int) or math.isfinite(value)  # an int may be too large for isfinite
+    if finite and above and (high is None or value <= high):
         return value
     raise ValueError(f"{what}: {_numbers(knob, kind or knob.kind)} is accepted")
+
+
+def check_option(knob: Knob, value: int | float, what: str) -> int | float:
+    """Like :func:`check_range`, for a number in the unit of the option and the YAML key."""
+    if knob.maximum is not None and knob.env_scale != 1:
+        knob = replace(knob, maximum=knob.maximum // knob.env_scale)
+    return check_range(knob, value, what)
 
 
 def _numbers(knob: Knob, kind: str) -> str:

@@ -7,6 +7,13 @@ from dataclasses import dataclass
 
 MIB = 1 << 20
 
+# Beyond any use, and what the engine and the system calls can still hold in the units they take.
+_MOST_BYTES = 1 << 62
+_MOST_TENSORS = 1 << 31
+_LONGEST_S = 10**9
+_LONGEST_POLL_S = 10**6
+_LONGEST_CYCLE_MS = 60_000  # more would look like a job that hangs
+
 
 class Effect(enum.Enum):
     """What comes of a knob in this version."""
@@ -124,6 +131,7 @@ KNOBS: tuple[Knob, ...] = (
         default=30.0,
         setting="start_timeout_s",
         minimum=0,
+        maximum=_LONGEST_POLL_S,
         metavar="SECONDS",
     ),
     Knob(
@@ -195,6 +203,7 @@ KNOBS: tuple[Knob, ...] = (
         default=32 * MIB,
         setting="fusion_threshold_bytes",
         minimum=0,
+        maximum=_MOST_BYTES,
     ),
     Knob(
         "cycle_time_ms",
@@ -207,6 +216,7 @@ KNOBS: tuple[Knob, ...] = (
         default=0.0,
         setting="cycle_time_ms",
         minimum=0,
+        maximum=_LONGEST_CYCLE_MS,
     ),
     Knob(
         "cache_capacity",
@@ -219,6 +229,7 @@ KNOBS: tuple[Knob, ...] = (
         default=65536,
         setting="cache_capacity",
         minimum=0,
+        maximum=_MOST_TENSORS,
     ),
     Knob(
         "hierarchical_allreduce",
@@ -446,6 +457,7 @@ KNOBS: tuple[Knob, ...] = (
         default=60.0,
         setting="stall_warning_s",
         minimum=0,
+        maximum=_LONGEST_S,
     ),
     Knob(
         "stall_check_shutdown_time_seconds",
@@ -459,6 +471,7 @@ KNOBS: tuple[Knob, ...] = (
         default=0.0,
         setting="stall_shutdown_s",
         minimum=0,
+        maximum=_LONGEST_S,
     ),
     Knob(
         "deadlock_timeout",
@@ -469,6 +482,7 @@ KNOBS: tuple[Knob, ...] = (
         default=60.0,
         setting="deadlock_s",
         minimum=0,
+        maximum=_LONGEST_S,
     ),
     Knob(
         "heartbeat_timeout",
@@ -479,6 +493,7 @@ KNOBS: tuple[Knob, ...] = (
         default=15.0,
         setting="heartbeat_s",
         minimum=0,
+        maximum=_LONGEST_S,
     ),
     Knob(
         "mpi_threads_disable",

@@ -137,7 +137,7 @@ def check_numbers(args: argparse.Namespace) -> None:
     for knob in KNOBS:
         value = getattr(args, knob.name, None)
         if value is not None and knob.kind in _TYPES:
-            config.check_range(knob, value, f"{knob.flag} {value}")
+            config.check_option(knob, value, f"{knob.flag} {value}")
 
 
 def _read_file(args: argparse.Namespace) -> None:
@@ -213,9 +213,10 @@ def _file_value(knob: Knob, value: object, what: str) -> object:
     if knob.kind in _TYPES:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{what}: a number is accepted")
+        config.check_option(knob, value, what)  # first: no other type may hold it
         if knob.kind == "int" and value != int(value):
             raise ValueError(f"{what}: an integer is accepted")
-        return config.check_range(knob, _TYPES[knob.kind](value), what)
+        return _TYPES[knob.kind](value)
     if knob.kind == "switch":
         if not isinstance(value, bool):
             raise ValueError(f"{what}: true or false is accepted")
