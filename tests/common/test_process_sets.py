@@ -132,6 +132,32 @@ basics.shutdown()
 
 
 @pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        ("[[0]] if me == 0 else []", "rank 0 gave [[0]] and rank 1 gave []"),
+        ("[[0], [1]] if me < 2 else [[1], [0]]", "[[0], [1]] and rank 2 gave [[1], [0]]"),
+        ("[[0, 1]] * 500 + [[me]]", "501 sets, SHA-256"),
+    ],
+)
+def test_ranks_that_give_init_different_sets_learn_of_it_at_once(ranks, sets, words):
+    ranks.run(
+        f"""
+me = int(os.environ["HOROVOD_RANK"])
+try:
+    basics.init(process_sets=[process_sets.ProcessSet(each) for each in ({sets})])
+    raise SystemExit("accepted")
+except ValueError as error:
+    assert {words!r} in str(error), error
+assert not basics.is_initialized()
+basics.init()
+assert allreduce(1.0) == 3.0
+basics.shutdown()
+""",
+        3,
+    )
+
+
+@pytest.mark.parametrize(
     ("argument", "words"),
     [
         ("'static'", "dynamic"),

@@ -216,7 +216,7 @@ def test_the_missing_are_named(connect_all):
 
 def card(**changes):
     fields = {"version": wiring.VERSION, "host": "h", "pid": 1, "door": "d.sock", "plan": PLAN}
-    fields["memory_bytes"] = SEGMENT_BYTES
+    fields.update(memory_bytes=SEGMENT_BYTES, process_sets="[]")
     return json.dumps({**fields, **changes}).encode()
 
 

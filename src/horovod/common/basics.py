@@ -93,8 +93,8 @@ _WAIT_S = 1.0  # the engine comes back sooner for signals; this only bounds a si
 class Registrar(Protocol):
     """What ``process_sets`` does when a world begins and ends; it registers itself here."""
 
-    def check(self, sets: Sequence[Any], size: int) -> None:
-        """Raises ValueError if these can't be sets of a world of that size."""
+    def check(self, sets: Sequence[Any], size: int) -> list[list[int]]:
+        """The ranks of each; ValueError if these can't be sets of a world of that size."""
 
     def started(self, size: int) -> None:
         """A world of that size begins."""
@@ -230,8 +230,9 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
             order, or ``"dynamic"``, which is accepted: sets can always be added later.
 
     Raises:
-        ValueError: ``comm`` or ``process_sets`` is wrong; or two sets have the same ranks, in which
-            case the engine runs and a call with a valid list succeeds.
+        ValueError: ``comm`` or ``process_sets`` is wrong, or differs between ranks; or two sets
+            have the same ranks, in which case the engine runs and a call with a valid list
+            succeeds.
         HorovodInternalError: the processes could not be connected; the text says why. The
             subclasses ResourceError and PeerLostError say what was missing.
     """
@@ -287,8 +288,7 @@ def _start(comm: Any, sets: Sequence[Any]) -> None:
             f"or unset the HOROVOD_* variables if this process is meant to be on its own"
         )
     _check_comm(comm, settings.size)
-    if sets:
-        _registrar_for(sets).check(sets, settings.size)
+    ranks_of_sets = _registrar_for(sets).check(sets, settings.size) if sets else []
     logs.configure(settings.log_level, settings.log_hide_time, settings.rank)
     _runtime.held = held = []
     with contextlib.ExitStack() as undo:
@@ -301,7 +301,7 @@ def _start(comm: Any, sets: Sequence[Any]) -> None:
             wires = wiring.world_of_one(settings, plan)
         else:
             memory_bytes = _core.segment_bytes(settings.size, OUTBOX_BYTES)
-            wires = wiring.connect(settings, plan, memory_bytes, store)
+            wires = wiring.connect(settings, plan, memory_bytes, store, ranks_of_sets)
         try:
             core = _make_engine(settings, wires)
         finally:

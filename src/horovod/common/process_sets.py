@@ -203,13 +203,18 @@ class _Registrar:
     def forget(self, process_set: ProcessSet) -> None:
         self._bound = [known for known in self._bound if known is not process_set]
 
-    def check(self, sets: Sequence[Any], size: int) -> None:
+    def check(self, sets: Sequence[Any], size: int) -> list[list[int]]:
+        ranks = []
         for index, process_set in enumerate(sets):
             if not isinstance(process_set, ProcessSet):
                 kind = type(process_set).__name__
                 raise ValueError(f"process_sets[{index}] is a {kind} and not a ProcessSet")
             if process_set is not global_process_set:
                 _check(process_set, size)
+                ranks.append(list(process_set.ranks or ()))
+            else:
+                ranks.append(list(range(size)))  # it learns them when the world begins
+        return ranks
 
     def started(self, size: int) -> None:
         global_process_set.ranks = list(range(size))

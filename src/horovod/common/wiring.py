@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -24,7 +25,7 @@ import stat
 import struct
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -38,6 +39,7 @@ VERSION = 1
 """Version of what ranks tell each other here and of what engines speak over the descriptors."""
 
 _MAX_CARD_BYTES = 16 << 10
+_MAX_SETS_TEXT = 1000  # characters of a card that say which process sets a rank wants
 _LINKS_S = 5.0  # after all have met, links get at least this long, however late the last one came
 _CAUSE_S = 0.2  # how long to look for the reason why a peer closed
 _NEWS_S = 0.5  # how often a rank that waits for others looks whether one of them has given up
@@ -114,7 +116,11 @@ def world_of_one(settings: Settings, plan: Mapping[str, int]) -> Wires:
 
 
 def connect(
-    settings: Settings, plan: Mapping[str, int], memory_bytes: int, store: StoreClient
+    settings: Settings,
+    plan: Mapping[str, int],
+    memory_bytes: int,
+    store: StoreClient,
+    process_sets: Sequence[Sequence[int]] = (),
 ) -> Wires:
     """Meets all ranks of the job and connects this one to each of them. Every rank must call it.
 
@@ -126,6 +132,7 @@ def connect(
         plan: what shapes every schedule; rank 0's is used by all.
         memory_bytes: size of each rank's shared memory; rank 0's number is used by all.
         store: this rank's client of the job's store.
+        process_sets: the ranks of each set that this rank is about to register.
 
     Returns:
         The wires; close them once an engine has duplicated what it needs.
@@ -134,8 +141,18 @@ def connect(
         ResourceError: no memory, descriptor or file on this rank; the text says which.
         PeerLostError: a rank ended, left, or did not answer; ``rank`` says which.
         HorovodInternalError: ranks did not come, or are not of this version; the text names them.
+        ValueError: ranks want different process sets. Every rank raises it.
     """
-    return _Wiring(settings, plan, memory_bytes, store).run()
+    return _Wiring(settings, plan, memory_bytes, store, process_sets).run()
+
+
+def _sets_text(process_sets: Sequence[Sequence[int]]) -> str:
+    """The sets in words that differ if the sets do, however many there are."""
+    text = str([list(ranks) for ranks in process_sets])
+    if len(text) <= _MAX_SETS_TEXT:
+        return text
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return f"{text[: _MAX_SETS_TEXT - 200]}… ({len(process_sets)} sets, SHA-256 {digest})"
 
 
 @dataclass(frozen=True)
@@ -147,6 +164,7 @@ class _Card:
     door: str
     memory_bytes: int
     plan: dict[str, int]
+    process_sets: str
 
     def encode(self) -> bytes:
         return json.dumps({"version": VERSION, **dataclasses.asdict(self)}).encode()
@@ -171,9 +189,12 @@ class _Card:
             raise ValueError("a card without memory_bytes")
         if not isinstance(plan, dict) or any(type(value) is not int for value in plan.values()):
             raise ValueError("a card without a plan")
+        process_sets = card.get("process_sets")
+        if not isinstance(process_sets, str):
+            raise ValueError("a card without process_sets")
         if door != os.path.basename(door):
             raise ValueError("a door outside the job's directory")
-        return _Card(host, pid, door, memory_bytes, plan)
+        return _Card(host, pid, door, memory_bytes, plan, process_sets)
 
 
 class _Guest:
@@ -226,13 +247,19 @@ class _Wiring:
     """One attempt to connect; owns every descriptor until :meth:`run` hands them over."""
 
     def __init__(
-        self, settings: Settings, plan: Mapping[str, int], memory_bytes: int, store: StoreClient
+        self,
+        settings: Settings,
+        plan: Mapping[str, int],
+        memory_bytes: int,
+        store: StoreClient,
+        process_sets: Sequence[Sequence[int]],
     ) -> None:
         self._rank = settings.rank
         self._size = settings.size
         self._host = settings.hostname
         self._timeout_s = settings.start_timeout_s
         self._own_plan = dict(plan)
+        self._process_sets = _sets_text(process_sets)
         self._store = store
         self._generation = 0
         self._told = False  # that another rank has given up
@@ -286,7 +313,9 @@ class _Wiring:
 
     def _meet(self, door: str) -> list[_Card]:
         plan = self._own_plan if self._rank == 0 else {}
-        card = _Card(self._host, os.getpid(), door, self._memory_bytes, plan).encode()
+        card = _Card(
+            self._host, os.getpid(), door, self._memory_bytes, plan, self._process_sets
+        ).encode()
         try:
             self._generation, payloads = self._store.rendezvous(
                 "init", self._size, card, self._timeout_s
@@ -308,7 +337,19 @@ class _Wiring:
                     f"rank {rank} sent {error}: all ranks must run the same horovod",
                     rank,
                 ) from error
+        self._check_process_sets(cards)
         return cards
+
+    def _check_process_sets(self, cards: Sequence[_Card]) -> None:
+        """Raises ValueError, naming the same two ranks everywhere, if ranks want other sets."""
+        first = cards[0].process_sets
+        other = next((r for r, card in enumerate(cards) if card.process_sets != first), None)
+        if other is not None:
+            raise ValueError(
+                f"[horovod {self._rank}/{self._size}] init: every rank must give the same "
+                f"process_sets in the same order, but rank 0 gave {first} and rank {other} gave "
+                f"{cards[other].process_sets}"
+            )
 
     # --- own memory and doorbell ---
 
