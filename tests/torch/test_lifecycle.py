@@ -178,6 +178,7 @@ def test_every_way_to_exit_with_operations_in_flight(tmp_path: Path) -> None:
         """
 handles = [hvd.allreduce_async(torch.ones(10**5), name=str(i)) for i in range(20)]
 hvd.allreduce_async(torch.ones(3), name=f"only on {r}")
+hvd.barrier()  # so that nobody is gone before another has submitted
 if r == 1:
     threading.Thread(target=lambda: time.sleep(0.5)).start()
 elif r == 2:
