@@ -1,7 +1,8 @@
 """What a compressor is; must not know any framework.
 
 A compressor is anything with ``compress`` and ``decompress``, a class or an object. Each front end
-brings casts for its own tensors; users bring what they like.
+brings casts for its own tensors; users bring what they like. One that remembers something about a
+tensor from call to call, such as what it dropped, has ``bind`` besides.
 """
 
 from __future__ import annotations
@@ -40,3 +41,13 @@ class NoneCompressor(Compressor[Any]):
     def decompress(tensor: Any, ctx: Any) -> Any:
         """Gives the tensor itself."""
         return tensor
+
+
+def bound(compression: Any, name: str) -> Any:
+    """The compressor for the tensor of this name: ``compression.bind(name)``, or itself without.
+
+    ``bind`` gives the same compressor each time it gets the same name. Whoever compresses tensors
+    that recur binds first.
+    """
+    bind = getattr(compression, "bind", None)
+    return compression if bind is None else bind(name)
