@@ -63,8 +63,9 @@ class ErrorFeedback(Compressor[torch.Tensor]):
     Each name has a residual of its own, see `bind`; used without a name, the object has a single
     one. It starts anew where the shape, type or device of the tensor changes. Residuals are in the
     tensor's own type; integers and booleans have none. What isn't finite, as after an overflow
-    that a gradient scaler is looking for, leaves no residual either. Residuals belong to this
-    process and are in no ``state_dict``: a restart loses one step's rounding.
+    that a gradient scaler is looking for, leaves no residual either. The rounding of the reduced
+    result to the type that travels, the same on all ranks, is not fed back. Residuals belong to
+    this process and are in no ``state_dict``: a restart loses one step's rounding.
 
     Source: Seide et al., 1-Bit Stochastic Gradient Descent (Interspeech 2014); Karimireddy et al.,
     Error Feedback Fixes SignSGD (arXiv:1901.09847).

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from horovod.common import basics, ops
-from horovod.common.compression import NoneCompressor
+from horovod.common.compression import NoneCompressor, bound
 from horovod.common.ops import Call, ReduceOp, reduce_op, synchronize
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.torch.ops import (
@@ -64,6 +64,20 @@ def _outputs(handle: int, grouped: bool) -> Tensors:
 # A gradient must not refer to the call, which would keep an engine for as long as the graph.
 
 
+def _compressed(
+    call: Call, compression: Compressing, tensors: Tensors, run: Callable[[Tensors], Tensors]
+) -> list[torch.Tensor]:
+    """Runs the call on compressed tensors; those of calls without a name bind by place alone."""
+    name = call.op.name if call.unnamed else call.name
+    bindings = [bound(compression, f"{name}.{i}") for i in range(len(tensors))]
+    packed = [one.compress(tensor) for one, tensor in zip(bindings, tensors, strict=True)]
+    outputs = run([tensor for tensor, _ in packed])
+    return [
+        one.decompress(tensor, context)
+        for one, tensor, (_, context) in zip(bindings, outputs, packed, strict=True)
+    ]
+
+
 def _allreduce(
     call: Call,
     tensors: Tensors,
@@ -81,12 +95,7 @@ def _allreduce(
         with Call(ops.ALLREDUCE, None, process_set, grouped=grouped) as back:
             return _allreduce(back, grads, NoneCompressor, op, scales)
 
-    packed = [compression.compress(tensor) for tensor in tensors]
-    reduced = _differentiable(run, gradient, [tensor for tensor, _ in packed])
-    return [
-        compression.decompress(tensor, context)
-        for tensor, (_, context) in zip(reduced, packed, strict=True)
-    ]
+    return _compressed(call, compression, tensors, lambda t: _differentiable(run, gradient, t))
 
 
 def allreduce(
@@ -312,12 +321,7 @@ def _reducescatter(
         with Call(ops.ALLGATHER, None, process_set, grouped=grouped) as back:
             return [grad * scale for grad in _allgather(back, grads)]
 
-    packed = [compression.compress(tensor) for tensor in tensors]
-    reduced = _differentiable(run, gradient, [tensor for tensor, _ in packed])
-    return [
-        compression.decompress(tensor, context)
-        for tensor, (_, context) in zip(reduced, packed, strict=True)
-    ]
+    return _compressed(call, compression, tensors, lambda t: _differentiable(run, gradient, t))
 
 
 def reducescatter(
