@@ -44,6 +44,8 @@ SIGNATURES = {
     "reducescatter_async": f"tensor, {SCATTER}",
     "grouped_reducescatter": f"tensors, {SCATTER_SYNC}",
     "grouped_reducescatter_async": f"tensors, {SCATTER}",
+    "sparse_allreduce": "tensor, name=None, op=None, process_set=G",
+    "sparse_allreduce_async": "tensor, name, op, process_set=G",
     "join": "device=-1",
     "barrier": "process_set=G",
     "poll": "handle",
@@ -79,4 +81,4 @@ OTHERS = {
     "HorovodInternalError": None,
 }
 
-NOT_YET = {"SyncBatchNorm", "elastic", "sparse_allreduce_async"}
+NOT_YET = {"SyncBatchNorm", "elastic"}

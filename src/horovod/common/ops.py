@@ -207,7 +207,7 @@ class Call:
         self.grouped = grouped
         self._engine = basics.engine()
         _calls.enter(self._engine)
-        self._set = _set_id(process_set, op, name)
+        self._set = _set_id(process_set, op.name if name is None else f"{op.name}.{name}")
         self._handed_over = False
         self.unnamed = name is None
         prefix = f"grouped_{op.name}" if grouped else op.name
@@ -311,8 +311,7 @@ def _is_text(name: object) -> bool:
     return True
 
 
-def _set_id(process_set: ProcessSet, op: Op, name: str | None) -> int:
-    what = op.name if name is None else f"{op.name}.{name}"
+def _set_id(process_set: ProcessSet, what: str) -> int:
     if not isinstance(process_set, ProcessSet):
         raise TypeError(f"{what}: process_set must be a ProcessSet, not {process_set!r}")
     number = process_set.process_set_id
@@ -330,7 +329,7 @@ def _set_id(process_set: ProcessSet, op: Op, name: str | None) -> int:
 def next_name(process_set: ProcessSet, prefix: str) -> str:
     """The next name of a sequence of its own, for what is made of several calls."""
     _calls.enter(basics.engine())
-    return f"{prefix}.noname.{_calls.number(process_set.process_set_id or 0, prefix)}"
+    return f"{prefix}.noname.{_calls.number(_set_id(process_set, prefix), prefix)}"
 
 
 def members(process_set: ProcessSet) -> int:

@@ -81,6 +81,7 @@ from horovod.torch.ops import (
     reducescatter_async,
 )
 from horovod.torch.optimizer import DistributedOptimizer
+from horovod.torch.sparse import sparse_allreduce, sparse_allreduce_async
 
 __all__ = [
     "Adasum",
@@ -144,6 +145,8 @@ __all__ = [
     "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce",
+    "sparse_allreduce_async",
     "start_timeline",
     "stop_timeline",
     "synchronize",

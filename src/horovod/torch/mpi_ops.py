@@ -68,6 +68,7 @@ from horovod.torch.ops import (
     join,
     reducescatter_async,
 )
+from horovod.torch.sparse import sparse_allreduce, sparse_allreduce_async
 
 __all__ = [
     "Adasum",
@@ -128,6 +129,8 @@ __all__ = [
     "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce",
+    "sparse_allreduce_async",
     "start_timeline",
     "stop_timeline",
     "synchronize",
