@@ -1,9 +1,8 @@
-"""Parameters, optimizer state and objects become the root's, and nothing else changes."""
+"""Parameters and optimizer state become the root's, and nothing else changes."""
 
 from __future__ import annotations
 
 import copy
-import time
 from typing import Any
 
 import pytest
@@ -221,90 +220,3 @@ def test_optimizers_that_differ_are_told_apart() -> None:
 class Unpicklable:
     def __reduce__(self) -> Any:
         raise RuntimeError("never to be sent")
-
-
-class Unloadable:
-    def __init__(self, where: int) -> None:
-        self.where = where
-
-    def __reduce__(self) -> Any:
-        return load, (self.where,)
-
-
-def load(where: int) -> int:
-    if hvd.rank() == where:
-        raise RuntimeError("never to be loaded")
-    return where
-
-
-@pytest.mark.np(1, 2, 3)
-def test_objects() -> None:
-    n, r = hvd.size(), hvd.rank()
-    for value in (
-        None,
-        0,
-        "text",
-        {"a": torch.ones(3), "b": [1, (2,)]},
-        lambda x: x + 1,
-        b"x" * 70,
-    ):
-        for root in range(n):
-            mine = value if r == root else torch.zeros(5)  # of another type than the root's
-            result = hvd.broadcast_object(mine, root_rank=root)
-            assert result is value if r == root else type(result) is type(value)
-        results = hvd.allgather_object(value)
-        assert len(results) == n
-    assert hvd.allgather_object("x" * r * 1000, name="sizes") == ["x" * k * 1000 for k in range(n)]
-    assert hvd.allgather_object(None) == [None] * n
-    root_only = {"rank": r}
-    assert hvd.broadcast_object(root_only, 0, name="named") == {"rank": 0}
-
-
-@pytest.mark.np(3)
-def test_objects_that_cannot_be_sent_fail_everywhere() -> None:
-    r = hvd.rank()
-    bad = Unpicklable() if r == 1 else 1
-    for call, text in (
-        (lambda: hvd.allgather_object(bad), "rank 1 could not pickle.*never to be sent"),
-        (lambda: hvd.broadcast_object(bad, 1), "rank 1 could not pickle.*never to be sent"),
-        (lambda: hvd.broadcast_object(Unloadable(0), 2), "rank 0 could not unpickle.*never"),
-        (lambda: hvd.allgather_object(Unloadable(2)), "rank 2 could not unpickle.*never"),
-        (lambda: hvd.allgather_object(Unloadable(0), name="x"), "rank 0 could not unpickle"),
-    ):
-        started = time.monotonic()
-        with pytest.raises(hvd.HorovodInternalError, match=text) as caught:
-            call()
-        assert time.monotonic() - started < 5
-        assert caught.value.rank == int(text[5])
-        assert hvd.allgather_object(r) == [0, 1, 2]
-        assert hvd.broadcast_object(r, 2) == 2
-
-
-@pytest.mark.np(3)
-def test_a_large_object_takes_its_own_memory_once() -> None:
-    value = bytes(300 << 20) if hvd.rank() == 1 else None
-
-    def peak_kib() -> int:
-        with open("/proc/self/status") as file:
-            return int(next(line for line in file if line.startswith("VmHWM")).split()[1])
-
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # forget the peak
-    before = peak_kib()
-    result = hvd.broadcast_object(value, 1)
-    assert len(result) == 300 << 20
-    # The root: pickled once. The others: what came, and the object made of it.
-    assert peak_kib() - before < (2 * 300 + 60) << 10
-
-
-@pytest.mark.np(3)
-def test_objects_in_a_process_set() -> None:
-    pair = hvd.add_process_set([1, 2])
-    if hvd.rank() > 0:
-        assert hvd.broadcast_object(hvd.rank(), 2, process_set=pair) == 2
-        with pytest.raises(hvd.HorovodInternalError, match="rank 1 could not pickle"):
-            hvd.broadcast_object(Unpicklable(), 1, process_set=pair)
-        with pytest.raises(ValueError, match="root"):
-            hvd.broadcast_object(1, 0, process_set=pair)
-    hvd.remove_process_set(pair)
-    assert hvd.allgather_object(hvd.rank()) == [0, 1, 2]

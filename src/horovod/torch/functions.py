@@ -131,7 +131,7 @@ def broadcast_optimizer_state(
             skeleton = _unpack(skeleton, parameters, tensors)
         except (RuntimeError, MemoryError) as no_memory:
             error = no_memory
-    objects.agree(f"broadcast.{name}", "apply", error, global_process_set)
+    objects.agree(f"broadcast.{name}", "take the state", error, global_process_set)
 
     _broadcast_all([(f"{name}.{i}", tensor) for i, tensor in enumerate(tensors)], root_rank)
     if basics.rank() != root_rank:
