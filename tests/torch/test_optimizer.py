@@ -80,9 +80,9 @@ def test_arguments_are_checked() -> None:
         ("Average", {"gradient_predivide_factor": 2.0, "op": hvd.Sum}),
         ("at least 1", {"backward_passes_per_step": 0}),
         ("at least 1", {"backward_passes_per_step": -1}),
-        ("Adasum", {"op": hvd.Adasum}),
-        ("groups", {"groups": 2}),
-        ("sparse", {"sparse_as_dense": True}),
+        ("groups", {"groups": 0}),
+        ("groups", {"groups": [["0.weight"]]}),
+        ("twice", {"groups": [[named[0][1]], [named[0][1]]]}),
         ("of the name 0.weight", {"named_parameters": [*named, named[0]]}),
         ("of the name 0.weight", {"named_parameters": [(named[0][0], p) for _, p in named]}),
         ("lacks 1", {"named_parameters": named[1:]}),
@@ -92,7 +92,7 @@ def test_arguments_are_checked() -> None:
         with pytest.raises(ValueError, match=text):
             hvd.DistributedOptimizer(sgd, **options)
     with pytest.warns(DeprecationWarning, match="num_groups"), pytest.raises(ValueError):
-        hvd.DistributedOptimizer(sgd, num_groups=1)
+        hvd.DistributedOptimizer(sgd, num_groups=-1)
     with pytest.raises(ValueError, match="already"):
         hvd.DistributedOptimizer(hvd.DistributedOptimizer(sgd))
 
@@ -134,23 +134,23 @@ def test_reductions_start_while_backward_runs() -> None:
         x = layer(Watch.apply(x) if x.requires_grad else x)
     x.sum().backward()
     assert started == [2, 4]
-    assert len(optimizer._handles) == 6
+    assert optimizer._handles == {}  # the end of backward waited
     optimizer.step()
-    assert optimizer._handles == {}
 
 
 @pytest.mark.np(2)
 def test_each_parameter_is_reduced_once_per_window() -> None:
     model = net()
     optimizer = wrap(model, backward_passes_per_step=4)
-    for _ in range(2):
+    for window in range(2):
         before = tensors_sent()
         for step in range(4):
             loss_of(model, data(hvd.rank(), step)).backward()
-            assert len(optimizer._handles) == (4 if step == 3 else 0)
+            assert tensors_sent() - before == (0 if step < 3 else 5 if window == 0 else 4)
         optimizer.step()
         optimizer.zero_grad()
-        assert tensors_sent() - before == 4
+        # in the first window ranks tell each other which gradients there are
+        assert tensors_sent() - before == (5 if window == 0 else 4)
 
 
 def train_in_windows(windows: list[int], ranks: Iterable[int], optimizer: Any, model: Any) -> None:
@@ -324,7 +324,7 @@ def test_a_second_wrapper_takes_the_parameters_over() -> None:
         first.step()
     second.zero_grad()
     loss_of(model, data(hvd.rank())).backward()
-    assert not first._handles and len(second._handles) == 4
+    assert not first._handles and second.reducer.reduced
     second.step()
     same_on_all(model)
 
@@ -540,9 +540,8 @@ def test_a_gradient_that_differs_in_shape_is_a_mismatch_and_the_rest_goes_on() -
     torch.manual_seed(0)
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2 + hvd.rank())})
     optimizer = wrap(model)
-    (model["a"](torch.ones(1, 2)).sum() + model["b"](torch.ones(1, 2)).sum()).backward()
     with pytest.raises(hvd.HorovodInternalError, match=r"b\.(weight|bias)"):
-        optimizer.step()
+        (model["a"](torch.ones(1, 2)).sum() + model["b"](torch.ones(1, 2)).sum()).backward()
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
     optimizer.zero_grad()
     model["a"](torch.ones(1, 2)).sum().backward()

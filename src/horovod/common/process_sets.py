@@ -69,6 +69,10 @@ class ProcessSet:
     def _invalidate(self) -> None:
         self.process_set_id = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ProcessSet:
+        """A set is one of the job's, whoever refers to it."""
+        return self
+
     def __str__(self) -> str:
         """The form that users and their tests know."""
         return (
@@ -90,6 +94,10 @@ class _GlobalProcessSet(ProcessSet):
 
     def _invalidate(self) -> None:
         """It is registered for ever."""
+
+    def __reduce__(self) -> str:
+        """It is one object in every process."""
+        return "global_process_set"
 
 
 global_process_set: ProcessSet = _GlobalProcessSet()

@@ -1,0 +1,75 @@
+"""Names an optimizer's parameters, alike on all ranks; must not know what is sent under them."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+Groups = list[dict[str, Any]]
+
+
+def parameters_of(groups: Groups) -> Iterator[torch.Tensor]:
+    """Every parameter of an optimizer's groups, in order."""
+    return itertools.chain.from_iterable(group["params"] for group in groups)
+
+
+def names_of(
+    groups: Groups, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
+) -> dict[torch.Tensor, str]:
+    """The name of each parameter, in order; made from its place where none was given.
+
+    Raises:
+        ValueError: `named_parameters` holds something else, a name twice, or not every parameter.
+    """
+    if named_parameters is None:
+        names: dict[torch.Tensor, str] = {}
+        for index in range(len(groups)):
+            names.update(names_of_group(groups, index))
+        return names
+    named = list(named_parameters)
+    if not all(isinstance(entry, tuple) and len(entry) == 2 for entry in named):
+        raise ValueError(
+            "named_parameters must hold (name, parameter), as model.named_parameters()"
+        )
+    twice = [name for name, uses in Counter(name for name, _ in named).items() if uses > 1]
+    if twice:
+        raise ValueError(f"named_parameters has several parameters of the name {', '.join(twice)}")
+    names = {parameter: name for name, parameter in named}
+    missing = sum(parameter not in names for parameter in parameters_of(groups))
+    if missing:
+        raise ValueError(f"named_parameters lacks {missing} of the optimizer's parameters")
+    return {parameter: names[parameter] for parameter in parameters_of(groups)}
+
+
+def names_of_group(groups: Groups, index: int) -> dict[torch.Tensor, str]:
+    """Names made from the places of one group's parameters."""
+    return {p: f"allreduce.noname.{index}.{i}" for i, p in enumerate(groups[index]["params"])}
+
+
+class _Prefixes:
+    """How often each set of names was used by an optimizer of this process."""
+
+    def __init__(self) -> None:
+        self._uses: dict[tuple[str, ...], int] = {}
+
+    def next(self, names: Iterable[str]) -> str:
+        key = tuple(sorted(names))
+        number = self._uses.get(key, 0)
+        self._uses[key] = number + 1
+        return f"optimizer{number}." if number else ""
+
+
+_prefixes = _Prefixes()
+
+
+def prefix_for(names: Iterable[str]) -> str:
+    """Keeps apart the names of several optimizers over equally named parameters.
+
+    Counts per set of names, so that an optimizer that only one rank has, say of a model for
+    evaluation, doesn't shift the others. Ranks create equally named ones in the same order.
+    """
+    return _prefixes.next(names)

@@ -1,0 +1,677 @@
+"""Which gradients are reduced when, and how they come back; must not know the optimizer's own step.
+
+A *window* is the backward passes that one step uses. A parameter's hook counts its passes down; at
+zero its gradient has *arrived*, and once all of its bucket have, their reduction starts, in place,
+while backward goes on. `Reducer.complete` starts what is missing, so that ranks that use different
+parameters still make the same calls, and waits for all. If every gradient arrives, the end of the
+backward pass completes the window, so that whatever comes next sees reduced gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from horovod.common import basics, ops
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.ops import Call, ReduceOp
+from horovod.common.process_sets import ProcessSet
+from horovod.torch.names import prefix_for
+from horovod.torch.ops import Compressing, allreduce_
+from horovod.torch.sparse import sparse_allreduce_async
+from horovod.torch.views import in_place
+
+UNSEEN, DENSE = -1, 0
+"""Layouts of a gradient; a sparse one is its number of sparse dimensions."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a set of gradients is reduced; the arguments of ``DistributedOptimizer``."""
+
+    compression: Compressing
+    passes: int
+    op: ReduceOp
+    predivide_factor: float
+    grouping: int | tuple[tuple[str, ...], ...] | None
+    """Number of buckets, or the names in each; None: every parameter goes by itself."""
+    sparse_as_dense: bool
+    skip_unused: bool
+    process_set: ProcessSet
+
+
+@dataclass(eq=False)
+class _Slot:
+    """One parameter, and how far its gradient is in this window."""
+
+    parameter: torch.Tensor
+    name: str
+    bucket: _Bucket
+    compressor: Any
+    passes_left: int
+    layout: int = UNSEEN
+    """What some rank has shown; the same on all ranks, since they learn it from each other."""
+    hooked: bool = False
+    expected: bool = False  # the end of backward waits for it
+    arrived: bool = False
+    unused: bool = False  # no rank has a gradient: none travels
+    weighing: bool = False  # has a hook for it
+    weighed: int = 0  # passes whose gradient was weighted
+    early: torch.Tensor | None = None  # the copy that travels, if it left before it arrived
+    gradient: torch.Tensor | None = None  # what was submitted and will be, or is, reduced
+    version: int = 0  # of `gradient` when it was submitted, then when it was reduced
+
+    def note(self) -> None:
+        """Remembers the gradient as it is now."""
+        gradient = self.gradient = self.parameter.grad
+        self.version = 0 if gradient is None else gradient._version
+
+    def untouched(self) -> bool:
+        """Whether the gradient is what it was when it was noted."""
+        gradient = self.gradient
+        return self.parameter.grad is gradient and (
+            gradient is None or gradient._version == self.version
+        )
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Slots whose gradients travel as one call."""
+
+    slots: list[_Slot] = field(default_factory=list)
+    missing: int = 0  # gradients that have not arrived
+    flight: Callable[[], Iterable[torch.Tensor]] | None = None
+    """While the call is under way: waits for it, and gives the reduced gradients of `sent`."""
+    sent: list[_Slot] = field(default_factory=list)
+
+    def is_dense(self) -> bool:
+        return all(slot.layout == DENSE for slot in self.slots)
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _check_untouched(slots: list[_Slot]) -> None:
+    changed = ", ".join(slot.name for slot in slots if not slot.untouched())
+    if changed:
+        raise RuntimeError(
+            f"gradient of {changed} was changed or replaced while it was being reduced. The end of "
+            f"backward waits only if every parameter had a gradient: call optimizer.synchronize() "
+            f"before you use gradients, and step inside `with optimizer.skip_synchronize():`"
+        )
+
+
+def _fail(error: Exception) -> NoReturn:
+    raise error
+
+
+_owners: Any = WeakIdKeyDictionary()  # parameter -> weak reference to the one that reduces it
+
+
+class Reducer:
+    """Reduces the gradients of an optimizer's parameters over the ranks of a process set.
+
+    Args:
+        names: of each parameter, in the optimizer's order; may grow later.
+        options: see `Options`.
+    """
+
+    def __init__(self, names: dict[torch.Tensor, str], options: Options) -> None:
+        self.options = options
+        self.names = names
+        self.reduced = False  # the window is complete, and its gradients wait for the step
+        self.retired = False  # another reducer has the parameters now
+        self.paused = False
+        self._prefix = prefix_for(names.values())
+        self._passes = options.passes
+        self._run = ops.run()  # that the handles belong to
+        self._removers: list[Any] = []
+        self._slots: dict[torch.Tensor, _Slot] = {}
+        self._buckets: list[_Bucket] = []
+        self._active: list[_Slot] = []  # with a hook
+        self._open: int | None = None  # expected gradients not yet there; None: none of any kind is
+        self._weight: float | None = None
+        self._weights: dict[int, float] = {}  # of the window's passes on this rank
+        self._sum: torch.Tensor | None = None  # of all ranks' weights, once it is under way
+        self._carrier: _Bucket | None = None  # it takes the weight along
+        self._place()
+
+    # ---------------------------------------------------------------------------------------------
+    # Parameters
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """Every parameter, in the order of the optimizer's groups; `start_early` counts in it."""
+        return list(self._slots)
+
+    @property
+    def passes(self) -> int:
+        """How many backward passes make a window."""
+        return self._passes
+
+    @passes.setter
+    def passes(self, passes: int) -> None:
+        self._passes = passes
+        self.restart()
+
+    @property
+    def prefix(self) -> str:
+        """Comes before every name."""
+        return self._prefix
+
+    def delays(self) -> dict[torch.Tensor, int]:
+        """How many more passes each hooked parameter's reduction waits for."""
+        return {slot.parameter: slot.passes_left for slot in self._active}
+
+    def in_flight(self) -> dict[torch.Tensor, Any]:
+        """What waits for each gradient under way."""
+        return {
+            slot.parameter: bucket.flight
+            for bucket in self._buckets
+            if bucket.flight is not None
+            for slot in bucket.sent
+        }
+
+    def _place(self) -> None:
+        """Gives each new parameter its slot and bucket."""
+        fresh = [p for p in self.names if p not in self._slots]
+        for parameter, bucket in zip(fresh, self._buckets_for(fresh), strict=True):
+            name = self.names[parameter]
+            bind = getattr(self.options.compression, "bind", None)
+            compressor = bind(name) if bind is not None else self.options.compression
+            self._slots[parameter] = _Slot(parameter, name, bucket, compressor, self._passes)
+
+    def _buckets_for(self, fresh: list[torch.Tensor]) -> list[_Bucket]:
+        grouping = self.options.grouping
+        if self._slots or grouping is None:  # those added later go by themselves
+            return [_Bucket() for _ in fresh]
+        if isinstance(grouping, int):
+            count, parts = len(fresh), min(grouping, len(fresh))
+            buckets = [_Bucket() for _ in range(parts)]
+            longer = count % parts if parts else 0
+            each = count // parts if parts else 0
+            sizes = [each + (i < longer) for i in range(parts)]
+            return [b for b, size in zip(buckets, sizes, strict=True) for _ in range(size)]
+        by_name = {name: b for names in grouping for b in [_Bucket()] for name in names}
+        return [by_name.get(self.names[p]) or _Bucket() for p in fresh]
+
+    def attach(self) -> None:
+        """Hooks the parameters that require gradients and have no hook yet, where ranks reduce."""
+        if self.retired or not basics.is_initialized():
+            return
+        several = basics.size() > 1 or self._weight is not None
+        if not several or not self.options.process_set.included():
+            return
+        self._place()
+        fresh = [s for s in self._slots.values() if not s.hooked and s.parameter.requires_grad]
+        for slot in fresh:
+            self._hook(slot)
+        if fresh:
+            order = {slot: i for i, slot in enumerate(self._slots.values())}
+            self._active = [slot for slot in order if slot.hooked]
+            for bucket in {slot.bucket: None for slot in fresh}:
+                bucket.slots.sort(key=order.__getitem__)
+            self._buckets = list({slot.bucket: None for slot in self._active})
+        if self._weight is not None:
+            for slot in self._active:
+                if slot.parameter.requires_grad and not slot.weighing:
+                    self._weigh(slot)
+
+    def _hook(self, slot: _Slot) -> None:
+        owner = _owners.get(slot.parameter, lambda: None)()
+        if owner is not None and owner is not self:
+            owner._retire()
+        me = _owners[slot.parameter] = weakref.ref(self)
+
+        def hook(_: torch.Tensor) -> None:
+            reducer = me()
+            if reducer is not None:
+                reducer._arrive(slot)
+
+        self._removers.append(
+            slot.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        )
+        slot.hooked = True
+        slot.bucket.slots.append(slot)
+        slot.bucket.missing += 1
+
+    def _retire(self) -> None:
+        """Another reducer has the parameters now."""
+        for remover in self._removers:
+            remover.remove()
+        self.forget()
+        self._active, self._buckets = [], []
+        self.retired = True
+
+    # ---------------------------------------------------------------------------------------------
+    # The window
+
+    def restart(self) -> None:
+        """Starts a new window: the step has used the gradients, or they were dropped."""
+        self.reduced = False
+        self._open = None
+        self._weights.clear()
+        self._sum = None
+        for slot in self._active:
+            slot.passes_left = self._passes
+            slot.arrived = slot.unused = False
+            slot.weighed = 0
+            slot.early = slot.gradient = None
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.slots)
+            bucket.flight = None
+        self._carrier = next((b for b in reversed(self._buckets) if b.is_dense()), None)
+
+    def forget(self) -> None:
+        """Waits out what is in flight, drops it, and starts a new window."""
+        self._drop_stale()
+        for bucket in self._buckets:
+            if bucket.flight is not None:
+                try:
+                    bucket.flight()
+                except (HorovodInternalError, ValueError) as error:
+                    # Elastic training loads state because of it.
+                    logging.getLogger("horovod").info("gradients in flight were lost: %s", error)
+        self.restart()
+
+    def dropped(self) -> bool:
+        """Whether the reduced gradients were taken away, by ``model.zero_grad()`` for example."""
+        return self.reduced and all(
+            slot.parameter.grad is not slot.gradient
+            for slot in self._active
+            if slot.gradient is not None
+        )
+
+    def unused(self) -> bool:
+        """Whether there are reduced gradients that nobody has changed since, say to clip them."""
+        return self.reduced and any(
+            slot.gradient is not None and slot.untouched() for slot in self._active
+        )
+
+    @property
+    def started(self) -> bool:
+        """Whether the window's first gradient has arrived and its last one is not reduced."""
+        return self._open is not None and not self.reduced
+
+    def busy(self) -> bool:
+        """Whether any gradient is under way."""
+        self._drop_stale()
+        return any(bucket.flight is not None for bucket in self._buckets)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside it gradients add up without counting as passes of the window."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
+    def _drop_stale(self) -> None:
+        """Forgets what an engine before the present one had under way."""
+        if self._run != ops.run():
+            if any(bucket.flight is not None for bucket in self._buckets):
+                self.restart()
+            self._run = ops.run()
+
+    def _arrive(self, slot: _Slot) -> None:
+        """A backward pass has added to the parameter's gradient."""
+        self._check(slot)
+        if self.paused:
+            return
+        slot.passes_left -= 1
+        if slot.passes_left > 0:
+            return
+        slot.arrived = True
+        if slot.early is not None:
+            slot.note()  # its copy is under way
+        else:
+            self._fill(slot.bucket)
+        if self._open is None:
+            self._expect()
+        if slot.expected:
+            slot.expected = False
+            self._open = (self._open or 0) - 1
+            if self._open == 0:
+                self._complete_after_backward()
+
+    def _check(self, slot: _Slot) -> None:
+        """Raises if the pass came too late, or asks for what cannot be."""
+        self._drop_stale()
+        if self.dropped():
+            self.restart()
+        late = slot.bucket.flight is not None and (slot.arrived or slot.early is None)
+        if late or self.reduced:
+            raise AssertionError(
+                f"gradient of {slot.name} was computed more than backward_passes_per_step="
+                f"{self._passes} times before step() or synchronize(): its reduction has started. "
+                f"Raise backward_passes_per_step, use no_sync(), or step more often"
+            )
+        gradient = slot.parameter.grad
+        if gradient is not None and gradient.requires_grad:
+            raise AssertionError(
+                f"gradient of {slot.name} requires a gradient: create_graph can't be used"
+            )
+
+    def _expect(self) -> None:
+        """At the first arrival of a window: what the end of backward will wait for.
+
+        Not for a parameter that no rank has ever used.
+        """
+        known = any(slot.layout != UNSEEN for slot in self._active)
+        self._open = 0
+        for slot in self._active:
+            slot.expected = slot.parameter.requires_grad and not (known and slot.layout == UNSEEN)
+            self._open += slot.expected
+
+    def _complete_after_backward(self) -> None:
+        me = weakref.ref(self)
+
+        def complete() -> None:
+            reducer = me()
+            if reducer is not None:
+                reducer.complete()
+
+        torch.autograd.Variable._execution_engine.queue_callback(complete)
+
+    def start_early(self, index: int, gradient: torch.Tensor) -> None:
+        """Starts the reduction of a gradient that backward is about to accumulate.
+
+        Compiled backward passes run all hooks at their end; this is called from inside. The
+        window's last pass sends a copy, and completion writes it over the accumulated gradient.
+
+        Args:
+            index: the parameter's place in `parameters`.
+            gradient: of this pass, of the parameter's shape; not modified.
+        """
+        slot = self._slots[self.parameters[index]]
+        if not slot.hooked or self.paused or slot.passes_left > 1:
+            return
+        self._check(slot)
+        if slot.early is not None:
+            raise AssertionError(f"gradient of {slot.name} was computed twice in one backward pass")
+        weight = self._weight
+        if weight is not None:
+            self._weights.setdefault(slot.weighed, weight)  # the hook counts the pass
+        with torch.no_grad():
+            copy = gradient.clone() if weight is None else gradient * weight
+            slot.early = copy if slot.parameter.grad is None else copy.add_(slot.parameter.grad)
+        self._fill(slot.bucket)
+
+    def _fill(self, bucket: _Bucket) -> None:
+        bucket.missing -= 1
+        if bucket.missing > 0 or self._undecided(bucket):
+            return
+        try:
+            self._start(bucket)
+        except Exception as error:
+            # The other ranks know, and go through the whole window; so does this one, before it
+            # raises the error.
+            bucket.sent, bucket.flight = [], functools.partial(_fail, error)
+
+    def _undecided(self, bucket: _Bucket) -> bool:
+        """Whether a gradient is sparse that other ranks may not know to be."""
+        return not self.options.sparse_as_dense and any(
+            slot.layout == UNSEEN
+            and slot.parameter.grad is not None
+            and slot.parameter.grad.layout is not torch.strided
+            for slot in bucket.slots
+        )
+
+    # ---------------------------------------------------------------------------------------------
+    # Completion
+
+    def complete(self) -> None:
+        """Starts what is missing and waits until every gradient of the window is reduced.
+
+        Raises:
+            HorovodInternalError: ranks disagree about a gradient, or a peer is lost.
+            RuntimeError: a gradient was changed while it was being reduced; or another optimizer
+                was made over the same parameters.
+        """
+        if self.retired:
+            raise RuntimeError(
+                "another DistributedOptimizer was made over the same parameters: use that"
+            )
+        self._drop_stale()
+        self.attach()
+        if not self._active or (self.reduced and not self.dropped()):
+            return
+        errors: list[Exception] = []
+
+        def attempt(what: Callable[[], None]) -> None:
+            # The others wait for every name, and every handle is ours to finish: errors come last.
+            try:
+                what()
+            except Exception as error:
+                errors.append(error)
+
+        if self.options.skip_unused or any(slot.layout == UNSEEN for slot in self._active):
+            attempt(self._learn)
+        for bucket in self._buckets:
+            if bucket.flight is None:
+                attempt(functools.partial(self._start, bucket))
+        for bucket in self._buckets:
+            if bucket.flight is not None:
+                attempt(functools.partial(self._land, bucket))
+        if self._weight is not None and not errors:
+            attempt(self._divide)
+        if errors:
+            self.restart()
+            raise errors[0]
+        self.reduced = True
+
+    def _learn(self) -> None:
+        """Ranks tell each other which gradients they have, and of which layout."""
+        seen = torch.zeros(2, len(self._active), dtype=torch.int8)
+        for i, slot in enumerate(self._active):
+            gradient = slot.early if slot.early is not None else slot.parameter.grad
+            if gradient is not None:
+                sparse = gradient.layout is not torch.strided
+                seen[int(sparse), i] = gradient.sparse_dim() if sparse else 1
+        allreduce_(
+            seen,
+            name=f"{self._prefix}gradients",
+            op=ReduceOp.Max,
+            process_set=self.options.process_set,
+        )
+        for slot, dense, sparse in zip(self._active, *seen.tolist(), strict=True):
+            if slot.layout == UNSEEN and (dense or sparse):
+                slot.layout = DENSE if dense else sparse
+                if slot.layout != DENSE and not self.options.sparse_as_dense:
+                    self._separate(slot)
+            slot.unused = not (dense or sparse) and (
+                self.options.skip_unused or slot.layout == UNSEEN
+            )
+
+    def _separate(self, slot: _Slot) -> None:
+        """A sparse gradient travels by itself, even if its parameter was put into a group."""
+        if len(slot.bucket.slots) > 1:
+            slot.bucket.slots.remove(slot)
+            slot.bucket = _Bucket([slot])
+            self._buckets.append(slot.bucket)
+
+    def _start(self, bucket: _Bucket) -> None:
+        """Sends a bucket's gradients; a missing one counts as zeros."""
+        for slot in bucket.slots:
+            missing = slot.parameter.grad is None and slot.early is None
+            # A parameter frozen since stays without, as in plain torch.
+            if missing and slot.parameter.requires_grad and not self.options.skip_unused:
+                slot.parameter.grad = self._zeros(slot)
+            slot.note()
+        bucket.sent = [slot for slot in bucket.slots if not slot.unused]
+        if not bucket.sent:
+            return
+        slot = bucket.sent[0]
+        if slot.layout > DENSE and not self.options.sparse_as_dense:
+            self._start_sparse(bucket, slot)
+        else:
+            self._start_dense(bucket)
+        self._run = ops.run()
+
+    def _zeros(self, slot: _Slot) -> torch.Tensor:
+        if slot.layout <= DENSE:
+            return torch.zeros_like(slot.parameter)
+        shape = slot.parameter.shape
+        return torch.sparse_coo_tensor(
+            torch.empty(slot.layout, 0, dtype=torch.int64),
+            torch.empty(0, *shape[slot.layout :], dtype=slot.parameter.dtype),
+            shape,
+            device=slot.parameter.device,
+            is_coalesced=True,
+            check_invariants=False,
+        )
+
+    def _scales(self) -> dict[str, Any]:
+        factor = self.options.predivide_factor
+        # Weighted gradients are divided by the sum of the weights instead of the number of ranks.
+        op = self.options.op if self._weight is None else ReduceOp.Sum
+        return {"reduce_op": op, "prescale": 1.0 / factor, "postscale": factor}
+
+    def _start_dense(self, bucket: _Bucket) -> None:
+        slots = bucket.sent
+        carries = self._weight is not None and bucket is self._carrier
+        grouped = len(bucket.slots) > 1
+        name = self._prefix + bucket.slots[0].name
+        with Call(ops.ALLREDUCE, name, self.options.process_set, grouped=grouped) as call:
+            packed = [slot.compressor.compress(self._dense(slot)) for slot in slots]
+            tensors = [tensor for tensor, _ in packed]
+            if carries:
+                self._sum = self._own_weight()
+                tensors.append(self._sum)
+            staged = [in_place(tensor) for tensor in tensors]
+            handle = call.submit(
+                [one.view for one in staged],
+                lambda result: result.outputs,
+                keep=staged,
+                **self._scales(),
+            )
+
+        def land() -> list[torch.Tensor]:
+            outputs = ops.synchronize(handle)
+            _check_untouched(slots)
+            arrived = [one.finish(out) for one, out in zip(staged, outputs, strict=True)]
+            return [
+                slot.compressor.decompress(tensor, context)
+                for slot, tensor, (_, context) in zip(slots, arrived, packed, strict=False)
+            ]
+
+        bucket.flight = land
+
+    def _dense(self, slot: _Slot) -> torch.Tensor:
+        gradient = slot.early if slot.early is not None else slot.parameter.grad
+        if gradient is None:
+            return torch.zeros_like(slot.parameter)
+        return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+    def _start_sparse(self, bucket: _Bucket, slot: _Slot) -> None:
+        gradient = slot.parameter.grad
+        if gradient is None:
+            gradient = self._zeros(slot)
+        elif gradient.layout is torch.strided:
+            gradient = gradient.to_sparse(slot.layout)
+        op = self._scales()["reduce_op"]
+        name = self._prefix + slot.name
+        finish = sparse_allreduce_async(gradient, name, op, self.options.process_set)
+
+        def land() -> list[torch.Tensor]:
+            reduced = finish()
+            _check_untouched([slot])
+            return [reduced.coalesce()]
+
+        bucket.flight = land
+
+    def _land(self, bucket: _Bucket) -> None:
+        """Waits for a bucket and writes the reduced gradients where the optimizer looks."""
+        assert bucket.flight is not None
+        flight, bucket.flight = bucket.flight, None
+        for slot, reduced in zip(bucket.sent, flight(), strict=True):
+            if slot.early is not None and not slot.arrived:
+                raise RuntimeError(
+                    f"gradient of {slot.name} was sent from inside a compiled backward pass, and "
+                    f"then not accumulated: use torch.autograd.grad() without hvd.overlap()"
+                )
+            with torch.no_grad():
+                self._deliver(slot, reduced)
+            slot.note()
+
+    def _deliver(self, slot: _Slot, reduced: torch.Tensor) -> None:
+        parameter, gradient = slot.parameter, slot.parameter.grad
+        if gradient is None and not (self.options.skip_unused and parameter.requires_grad):
+            return
+        if slot.layout > DENSE and reduced.layout is torch.strided:
+            reduced = reduced.to_sparse(slot.layout)
+        if gradient is None or torch.strided not in {gradient.layout, reduced.layout}:
+            parameter.grad = reduced.to(parameter.dtype)
+        elif gradient.layout is not reduced.layout:
+            parameter.grad = reduced.to(gradient.dtype)
+        elif reduced is not gradient:
+            gradient.copy_(reduced)
+
+    # ---------------------------------------------------------------------------------------------
+    # Weights
+
+    @property
+    def weight(self) -> float | None:
+        """What the gradients of this rank's next backward pass count for; None: ranks are equal."""
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: float | None) -> None:
+        if weight is not None:
+            weight = float(weight)
+            if not 0.0 <= weight < float("inf"):
+                raise ValueError(f"weight must be a number of at least 0, not {weight}")
+            if self.options.op != ReduceOp.Average:
+                raise ValueError(f"weight works with op=Average, not {self.options.op.name}")
+        if (weight is None) != (self._weight is None) and self.busy():
+            raise RuntimeError("weight was set while gradients are being reduced")
+        self._weight = weight
+        self.attach()
+
+    def _weigh(self, slot: _Slot) -> None:
+        """Multiplies each pass's gradient before it is accumulated."""
+        me = weakref.ref(self)
+
+        def weigh(gradient: torch.Tensor) -> torch.Tensor | None:
+            reducer = me()
+            if reducer is None or reducer._weight is None:
+                return None
+            reducer._weights.setdefault(slot.weighed, reducer._weight)
+            slot.weighed += 1
+            return gradient * reducer._weight
+
+        slot.weighing = True
+        self._removers.append(slot.parameter.register_hook(weigh))  # type: ignore[no-untyped-call]
+
+    def _own_weight(self) -> torch.Tensor:
+        return torch.tensor([sum(self._weights.values())], dtype=torch.float64)
+
+    def _divide(self) -> None:
+        """Turns weighted sums into means."""
+        if self._sum is None:  # nothing took it along
+            self._sum = allreduce_(
+                self._own_weight(),
+                name=f"{self._prefix}weight",
+                op=ReduceOp.Sum,
+                process_set=self.options.process_set,
+            )
+        total = self._sum.item()
+        if total == 0.0:
+            return
+        for slot in self._active:
+            gradient = slot.parameter.grad
+            if gradient is not None and not slot.unused:
+                with torch.no_grad():
+                    gradient.div_(total)
+                slot.note()
