@@ -95,6 +95,10 @@ void check_arguments(const Arguments& call, std::span<const int32_t> members) {
       invalid(std::string(name_of(call.op)) + " isn't defined for " +
               std::string(info(t.dtype).name) + " tensors");
     }
+    const bool scales = call.prescale != 1.0 || call.postscale != 1.0;
+    if (op.reduces && t.dtype == DType::Bool && scales) {
+      invalid("scale factors aren't defined for bool tensors");
+    }
   }
   if (op.moves_data && call.tensors.empty()) invalid("no tensors were given");
   if (op.rooted && !std::binary_search(members.begin(), members.end(), call.root)) {

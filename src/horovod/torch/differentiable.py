@@ -165,7 +165,7 @@ def grouped_allreduce(
     """
     scales = (prescale_factor, postscale_factor)
     with Call(ops.ALLREDUCE, name, process_set, grouped=True) as call:
-        return _allreduce(call, tensors, compression, reduce_op(op, average), scales)
+        return _allreduce(call, list(tensors), compression, reduce_op(op, average), scales)
 
 
 def _mean(grads: Tensors, grouped: bool, process_set: ProcessSet) -> list[torch.Tensor]:
@@ -222,7 +222,7 @@ def grouped_allgather(
 ) -> tuple[torch.Tensor, ...]:
     """Gathers several tensors as one call; otherwise as `allgather`."""
     with Call(ops.ALLGATHER, name, process_set, grouped=True) as call:
-        return tuple(_allgather(call, tensors))
+        return tuple(_allgather(call, list(tensors)))
 
 
 def broadcast(
@@ -373,4 +373,4 @@ def grouped_reducescatter(
     """Reduces and scatters several tensors as one call; otherwise as `reducescatter`."""
     scales = (prescale_factor, postscale_factor)
     with Call(ops.REDUCESCATTER, name, process_set, grouped=True) as call:
-        return _reducescatter(call, tensors, compression, reduce_op(op, None), scales)
+        return _reducescatter(call, list(tensors), compression, reduce_op(op, None), scales)
