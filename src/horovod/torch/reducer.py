@@ -12,15 +12,16 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from horovod.common import basics, ops
+from horovod.common.compression import bound
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.ops import Call, ReduceOp
 from horovod.common.process_sets import ProcessSet
@@ -28,9 +29,8 @@ from horovod.torch.names import prefix_for
 from horovod.torch.ops import Compressing, allreduce_
 from horovod.torch.sparse import sparse_allreduce_async
 from horovod.torch.views import in_place
-
-UNSEEN, DENSE = -1, 0
-"""Layouts of a gradient; a sparse one is its number of sparse dimensions."""
+from horovod.torch.weights import Weights
+from horovod.torch.window import DENSE, UNSEEN, Bucket, Slot, check_untouched
 
 
 @dataclass(frozen=True)
@@ -48,67 +48,9 @@ class Options:
     process_set: ProcessSet
 
 
-@dataclass(eq=False)
-class _Slot:
-    """One parameter, and how far its gradient is in this window."""
-
-    parameter: torch.Tensor
-    name: str
-    bucket: _Bucket
-    compressor: Any
-    passes_left: int
-    layout: int = UNSEEN
-    """What some rank has shown; the same on all ranks, since they learn it from each other."""
-    hooked: bool = False
-    expected: bool = False  # the end of backward waits for it
-    arrived: bool = False
-    unused: bool = False  # no rank has a gradient: none travels
-    weighing: bool = False  # has a hook for it
-    weighed: int = 0  # passes whose gradient was weighted
-    early: torch.Tensor | None = None  # the copy that travels, if it left before it arrived
-    gradient: torch.Tensor | None = None  # what was submitted and will be, or is, reduced
-    version: int = 0  # of `gradient` when it was submitted, then when it was reduced
-
-    def note(self) -> None:
-        """Remembers the gradient as it is now."""
-        gradient = self.gradient = self.parameter.grad
-        self.version = 0 if gradient is None else gradient._version
-
-    def untouched(self) -> bool:
-        """Whether the gradient is what it was when it was noted."""
-        gradient = self.gradient
-        return self.parameter.grad is gradient and (
-            gradient is None or gradient._version == self.version
-        )
-
-
-@dataclass(eq=False)
-class _Bucket:
-    """Slots whose gradients travel as one call."""
-
-    slots: list[_Slot] = field(default_factory=list)
-    missing: int = 0  # gradients that have not arrived
-    flight: Callable[[], Iterable[torch.Tensor]] | None = None
-    """While the call is under way: waits for it, and gives the reduced gradients of `sent`."""
-    sent: list[_Slot] = field(default_factory=list)
-
-    def is_dense(self) -> bool:
-        return all(slot.layout == DENSE for slot in self.slots)
-
-
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _check_untouched(slots: list[_Slot]) -> None:
-    changed = ", ".join(slot.name for slot in slots if not slot.untouched())
-    if changed:
-        raise RuntimeError(
-            f"gradient of {changed} was changed or replaced while it was being reduced. The end of "
-            f"backward waits only if every parameter had a gradient: call optimizer.synchronize() "
-            f"before you use gradients, and step inside `with optimizer.skip_synchronize():`"
-        )
 
 
 def _fail(error: Exception) -> NoReturn:
@@ -132,27 +74,22 @@ class Reducer:
         self.reduced = False  # the window is complete, and its gradients wait for the step
         self.retired = False  # another reducer has the parameters now
         self.paused = False
+        self.parameters: list[torch.Tensor] = []
+        """All of them, in the order of the optimizer's groups; `start_early` counts in it."""
         self._prefix = prefix_for(names.values())
         self._passes = options.passes
         self._run = ops.run()  # that the handles belong to
         self._removers: list[Any] = []
-        self._slots: dict[torch.Tensor, _Slot] = {}
-        self._buckets: list[_Bucket] = []
-        self._active: list[_Slot] = []  # with a hook
+        self._slots: dict[torch.Tensor, Slot] = {}
+        self._buckets: list[Bucket] = []
+        self._active: list[Slot] = []  # with a hook
         self._open: int | None = None  # expected gradients not yet there; None: none of any kind is
-        self._weight: float | None = None
-        self._weights: dict[int, float] = {}  # of the window's passes on this rank
-        self._sum: torch.Tensor | None = None  # of all ranks' weights, once it is under way
-        self._carrier: _Bucket | None = None  # it takes the weight along
+        self._weights = Weights()
+        self._carrier: Bucket | None = None  # it takes the weight along
         self._place()
 
     # ---------------------------------------------------------------------------------------------
     # Parameters
-
-    @property
-    def parameters(self) -> list[torch.Tensor]:
-        """Every parameter, in the order of the optimizer's groups; `start_early` counts in it."""
-        return list(self._slots)
 
     @property
     def passes(self) -> int:
@@ -187,29 +124,29 @@ class Reducer:
         fresh = [p for p in self.names if p not in self._slots]
         for parameter, bucket in zip(fresh, self._buckets_for(fresh), strict=True):
             name = self.names[parameter]
-            bind = getattr(self.options.compression, "bind", None)
-            compressor = bind(name) if bind is not None else self.options.compression
-            self._slots[parameter] = _Slot(parameter, name, bucket, compressor, self._passes)
+            compressor = bound(self.options.compression, self._prefix + name)
+            self._slots[parameter] = Slot(parameter, name, bucket, compressor, self._passes)
+        self.parameters += fresh
 
-    def _buckets_for(self, fresh: list[torch.Tensor]) -> list[_Bucket]:
+    def _buckets_for(self, fresh: list[torch.Tensor]) -> list[Bucket]:
         grouping = self.options.grouping
         if self._slots or grouping is None:  # those added later go by themselves
-            return [_Bucket() for _ in fresh]
+            return [Bucket() for _ in fresh]
         if isinstance(grouping, int):
             count, parts = len(fresh), min(grouping, len(fresh))
-            buckets = [_Bucket() for _ in range(parts)]
+            buckets = [Bucket() for _ in range(parts)]
             longer = count % parts if parts else 0
             each = count // parts if parts else 0
             sizes = [each + (i < longer) for i in range(parts)]
             return [b for b, size in zip(buckets, sizes, strict=True) for _ in range(size)]
-        by_name = {name: b for names in grouping for b in [_Bucket()] for name in names}
-        return [by_name.get(self.names[p]) or _Bucket() for p in fresh]
+        by_name = {name: b for names in grouping for b in [Bucket()] for name in names}
+        return [by_name.get(self.names[p]) or Bucket() for p in fresh]
 
     def attach(self) -> None:
         """Hooks the parameters that require gradients and have no hook yet, where ranks reduce."""
         if self.retired or not basics.is_initialized():
             return
-        several = basics.size() > 1 or self._weight is not None
+        several = basics.size() > 1 or self.weight is not None
         if not several or not self.options.process_set.included():
             return
         self._place()
@@ -222,12 +159,12 @@ class Reducer:
             for bucket in {slot.bucket: None for slot in fresh}:
                 bucket.slots.sort(key=order.__getitem__)
             self._buckets = list({slot.bucket: None for slot in self._active})
-        if self._weight is not None:
+        if self.weight is not None:
             for slot in self._active:
                 if slot.parameter.requires_grad and not slot.weighing:
-                    self._weigh(slot)
+                    self._removers.append(self._weights.watch(slot))
 
-    def _hook(self, slot: _Slot) -> None:
+    def _hook(self, slot: Slot) -> None:
         owner = _owners.get(slot.parameter, lambda: None)()
         if owner is not None and owner is not self:
             owner._retire()
@@ -260,8 +197,7 @@ class Reducer:
         """Starts a new window: the step has used the gradients, or they were dropped."""
         self.reduced = False
         self._open = None
-        self._weights.clear()
-        self._sum = None
+        self._weights.restart()
         for slot in self._active:
             slot.passes_left = self._passes
             slot.arrived = slot.unused = False
@@ -324,7 +260,7 @@ class Reducer:
                 self.restart()
             self._run = ops.run()
 
-    def _arrive(self, slot: _Slot) -> None:
+    def _arrive(self, slot: Slot) -> None:
         """A backward pass has added to the parameter's gradient."""
         self._check(slot)
         if self.paused:
@@ -345,7 +281,7 @@ class Reducer:
             if self._open == 0:
                 self._complete_after_backward()
 
-    def _check(self, slot: _Slot) -> None:
+    def _check(self, slot: Slot) -> None:
         """Raises if the pass came too late, or asks for what cannot be."""
         self._drop_stale()
         if self.dropped():
@@ -400,15 +336,12 @@ class Reducer:
         self._check(slot)
         if slot.early is not None:
             raise AssertionError(f"gradient of {slot.name} was computed twice in one backward pass")
-        weight = self._weight
-        if weight is not None:
-            self._weights.setdefault(slot.weighed, weight)  # the hook counts the pass
         with torch.no_grad():
-            copy = gradient.clone() if weight is None else gradient * weight
+            copy = self._weights.weighted(slot, gradient)
             slot.early = copy if slot.parameter.grad is None else copy.add_(slot.parameter.grad)
         self._fill(slot.bucket)
 
-    def _fill(self, bucket: _Bucket) -> None:
+    def _fill(self, bucket: Bucket) -> None:
         bucket.missing -= 1
         if bucket.missing > 0 or self._undecided(bucket):
             return
@@ -419,7 +352,7 @@ class Reducer:
             # raises the error.
             bucket.sent, bucket.flight = [], functools.partial(_fail, error)
 
-    def _undecided(self, bucket: _Bucket) -> bool:
+    def _undecided(self, bucket: Bucket) -> bool:
         """Whether a gradient is sparse that other ranks may not know to be."""
         return not self.options.sparse_as_dense and any(
             slot.layout == UNSEEN
@@ -464,7 +397,7 @@ class Reducer:
         for bucket in self._buckets:
             if bucket.flight is not None:
                 attempt(functools.partial(self._land, bucket))
-        if self._weight is not None and not errors:
+        if self.weight is not None and not errors:
             attempt(self._divide)
         if errors:
             self.restart()
@@ -494,14 +427,14 @@ class Reducer:
                 self.options.skip_unused or slot.layout == UNSEEN
             )
 
-    def _separate(self, slot: _Slot) -> None:
+    def _separate(self, slot: Slot) -> None:
         """A sparse gradient travels by itself, even if its parameter was put into a group."""
         if len(slot.bucket.slots) > 1:
             slot.bucket.slots.remove(slot)
-            slot.bucket = _Bucket([slot])
+            slot.bucket = Bucket([slot])
             self._buckets.append(slot.bucket)
 
-    def _start(self, bucket: _Bucket) -> None:
+    def _start(self, bucket: Bucket) -> None:
         """Sends a bucket's gradients; a missing one counts as zeros."""
         for slot in bucket.slots:
             missing = slot.parameter.grad is None and slot.early is None
@@ -519,7 +452,7 @@ class Reducer:
             self._start_dense(bucket)
         self._run = ops.run()
 
-    def _zeros(self, slot: _Slot) -> torch.Tensor:
+    def _zeros(self, slot: Slot) -> torch.Tensor:
         if slot.layout <= DENSE:
             return torch.zeros_like(slot.parameter)
         shape = slot.parameter.shape
@@ -535,20 +468,19 @@ class Reducer:
     def _scales(self) -> dict[str, Any]:
         factor = self.options.predivide_factor
         # Weighted gradients are divided by the sum of the weights instead of the number of ranks.
-        op = self.options.op if self._weight is None else ReduceOp.Sum
+        op = self.options.op if self.weight is None else ReduceOp.Sum
         return {"reduce_op": op, "prescale": 1.0 / factor, "postscale": factor}
 
-    def _start_dense(self, bucket: _Bucket) -> None:
+    def _start_dense(self, bucket: Bucket) -> None:
         slots = bucket.sent
-        carries = self._weight is not None and bucket is self._carrier
+        carries = self.weight is not None and bucket is self._carrier
         grouped = len(bucket.slots) > 1
         name = self._prefix + bucket.slots[0].name
         with Call(ops.ALLREDUCE, name, self.options.process_set, grouped=grouped) as call:
             packed = [slot.compressor.compress(self._dense(slot)) for slot in slots]
             tensors = [tensor for tensor, _ in packed]
             if carries:
-                self._sum = self._own_weight()
-                tensors.append(self._sum)
+                tensors.append(self._weights.start())
             staged = [in_place(tensor) for tensor in tensors]
             handle = call.submit(
                 [one.view for one in staged],
@@ -559,7 +491,7 @@ class Reducer:
 
         def land() -> list[torch.Tensor]:
             outputs = ops.synchronize(handle)
-            _check_untouched(slots)
+            check_untouched(slots)
             arrived = [one.finish(out) for one, out in zip(staged, outputs, strict=True)]
             return [
                 slot.compressor.decompress(tensor, context)
@@ -568,13 +500,13 @@ class Reducer:
 
         bucket.flight = land
 
-    def _dense(self, slot: _Slot) -> torch.Tensor:
+    def _dense(self, slot: Slot) -> torch.Tensor:
         gradient = slot.early if slot.early is not None else slot.parameter.grad
         if gradient is None:
             return torch.zeros_like(slot.parameter)
         return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
-    def _start_sparse(self, bucket: _Bucket, slot: _Slot) -> None:
+    def _start_sparse(self, bucket: Bucket, slot: Slot) -> None:
         gradient = slot.parameter.grad
         if gradient is None:
             gradient = self._zeros(slot)
@@ -586,12 +518,12 @@ class Reducer:
 
         def land() -> list[torch.Tensor]:
             reduced = finish()
-            _check_untouched([slot])
+            check_untouched([slot])
             return [reduced.coalesce()]
 
         bucket.flight = land
 
-    def _land(self, bucket: _Bucket) -> None:
+    def _land(self, bucket: Bucket) -> None:
         """Waits for a bucket and writes the reduced gradients where the optimizer looks."""
         assert bucket.flight is not None
         flight, bucket.flight = bucket.flight, None
@@ -605,7 +537,7 @@ class Reducer:
                 self._deliver(slot, reduced)
             slot.note()
 
-    def _deliver(self, slot: _Slot, reduced: torch.Tensor) -> None:
+    def _deliver(self, slot: Slot, reduced: torch.Tensor) -> None:
         parameter, gradient = slot.parameter, slot.parameter.grad
         if gradient is None and not (self.options.skip_unused and parameter.requires_grad):
             return
@@ -618,13 +550,21 @@ class Reducer:
         elif reduced is not gradient:
             gradient.copy_(reduced)
 
-    # ---------------------------------------------------------------------------------------------
-    # Weights
+    def _divide(self) -> None:
+        weights = self._weights
+        if weights.total is None:  # no bucket took it along
+            allreduce_(
+                weights.start(),
+                name=f"{self._prefix}weight",
+                op=ReduceOp.Sum,
+                process_set=self.options.process_set,
+            )
+        weights.divide(self._active)
 
     @property
     def weight(self) -> float | None:
         """What the gradients of this rank's next backward pass count for; None: ranks are equal."""
-        return self._weight
+        return self._weights.current
 
     @weight.setter
     def weight(self, weight: float | None) -> None:
@@ -634,44 +574,7 @@ class Reducer:
                 raise ValueError(f"weight must be a number of at least 0, not {weight}")
             if self.options.op != ReduceOp.Average:
                 raise ValueError(f"weight works with op=Average, not {self.options.op.name}")
-        if (weight is None) != (self._weight is None) and self.busy():
+        if (weight is None) != (self.weight is None) and self.busy():
             raise RuntimeError("weight was set while gradients are being reduced")
-        self._weight = weight
+        self._weights.current = weight
         self.attach()
-
-    def _weigh(self, slot: _Slot) -> None:
-        """Multiplies each pass's gradient before it is accumulated."""
-        me = weakref.ref(self)
-
-        def weigh(gradient: torch.Tensor) -> torch.Tensor | None:
-            reducer = me()
-            if reducer is None or reducer._weight is None:
-                return None
-            reducer._weights.setdefault(slot.weighed, reducer._weight)
-            slot.weighed += 1
-            return gradient * reducer._weight
-
-        slot.weighing = True
-        self._removers.append(slot.parameter.register_hook(weigh))  # type: ignore[no-untyped-call]
-
-    def _own_weight(self) -> torch.Tensor:
-        return torch.tensor([sum(self._weights.values())], dtype=torch.float64)
-
-    def _divide(self) -> None:
-        """Turns weighted sums into means."""
-        if self._sum is None:  # nothing took it along
-            self._sum = allreduce_(
-                self._own_weight(),
-                name=f"{self._prefix}weight",
-                op=ReduceOp.Sum,
-                process_set=self.options.process_set,
-            )
-        total = self._sum.item()
-        if total == 0.0:
-            return
-        for slot in self._active:
-            gradient = slot.parameter.grad
-            if gradient is not None and not slot.unused:
-                with torch.no_grad():
-                    gradient.div_(total)
-                slot.note()
