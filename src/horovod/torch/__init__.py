@@ -82,6 +82,7 @@ from horovod.torch.ops import (
 )
 from horovod.torch.optimizer import DistributedOptimizer
 from horovod.torch.sparse import sparse_allreduce, sparse_allreduce_async
+from horovod.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Adasum",
@@ -94,6 +95,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",
