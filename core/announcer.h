@@ -53,6 +53,12 @@ class Announcer {
     return Announce{*open->request, open->blocked, id};
   }
 
+  // What the owner keeps of an open call; nullptr if none of this name is open.
+  const T* find_call(uint32_t set, const std::string& name) {
+    const Open* open = find(set, name);
+    return open == nullptr ? nullptr : &open->call;
+  }
+
   // The calls of an entry, in its order. They are open no more.
   std::vector<T> take(const Entry& entry) {
     std::vector<T> calls;

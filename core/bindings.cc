@@ -248,7 +248,8 @@ class PyEngine {
 
   int64_t submit(int kind, std::string name, uint32_t set, const std::vector<PyTensor>& tensors,
                  int op, double prescale, double postscale, int32_t root,
-                 std::optional<std::vector<int64_t>> splits, bool unnamed, nb::object keep) {
+                 std::optional<std::vector<int64_t>> splits, bool unnamed, nb::object keep,
+                 uint32_t site) {
     auto call = std::make_shared<LocalCall>();
     call->kind = kind_of(kind);
     call->op = op_of(op);
@@ -263,13 +264,13 @@ class PyEngine {
     call->request.set = set;
     call->request.name = std::move(name);
     call->request.unnamed = unnamed;
-    const int64_t handle = engine_->submit(std::move(call));
+    const int64_t handle = engine_->submit(std::move(call), site);
     const nb::ft_lock_guard lock(mutex_);
     keep_.emplace(handle, std::move(keep));
     return handle;
   }
 
-  int64_t change_sets(OpKind kind, std::vector<int32_t> ranks, int32_t uid) {
+  int64_t change_sets(OpKind kind, std::vector<int32_t> ranks, int32_t uid, uint32_t site) {
     auto call = std::make_shared<LocalCall>();
     call->kind = kind;
     // Matched by call number, like every unnamed call.
@@ -277,7 +278,7 @@ class PyEngine {
     call->request.unnamed = true;
     call->request.root = uid;
     call->request.ranks = std::move(ranks);
-    return engine_->submit(std::move(call));
+    return engine_->submit(std::move(call), site);
   }
 
   void reject(int kind, std::string name, uint32_t set, std::string text) {
@@ -387,7 +388,11 @@ void bind_engine(nb::module_& m) {
            "rank"_a, "size"_a, "names"_a, "local"_a, "plan"_a, "options"_a)
       .def("submit", &PyEngine::submit, "kind"_a, "name"_a, "process_set"_a, "tensors"_a,
            "reduce_op"_a, "prescale"_a, "postscale"_a, "root"_a, "splits"_a.none(), "unnamed"_a,
-           "keep"_a.none())
+           "keep"_a.none(), "site"_a = 0)
+      .def(
+          "add_site",
+          [](PyEngine& e, std::string text) { return e.engine().add_site(std::move(text)); },
+          "text"_a)
       .def("reject", &PyEngine::reject, "kind"_a, "name"_a, "process_set"_a, "text"_a)
       .def(
           "poll", [](PyEngine& e, int64_t handle) { return e.engine().poll(handle); }, "handle"_a)
@@ -395,13 +400,16 @@ void bind_engine(nb::module_& m) {
       .def("take", &PyEngine::take, "handle"_a)
       .def(
           "add_process_set",
-          [](PyEngine& e, std::vector<int32_t> ranks) {
-            return e.change_sets(OpKind::AddSet, std::move(ranks), 0);
+          [](PyEngine& e, std::vector<int32_t> ranks, uint32_t site) {
+            return e.change_sets(OpKind::AddSet, std::move(ranks), 0, site);
           },
-          "ranks"_a)
+          "ranks"_a, "site"_a = 0)
       .def(
           "remove_process_set",
-          [](PyEngine& e, int32_t id) { return e.change_sets(OpKind::RemoveSet, {}, id); }, "id"_a)
+          [](PyEngine& e, int32_t id, uint32_t site) {
+            return e.change_sets(OpKind::RemoveSet, {}, id, site);
+          },
+          "id"_a, "site"_a = 0)
       .def("process_sets", [](PyEngine& e) { return e.engine().process_sets(); })
       .def("shutdown", &PyEngine::shutdown, "reason"_a, "timeout_s"_a)
       .def("abandon", [](PyEngine& e) { e.engine().abandon(); })

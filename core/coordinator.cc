@@ -133,6 +133,8 @@ void Coordinator::State::on(int32_t rank, Leave&& item, TimePoint now) {
   leaving.push_back(rank);
 }
 
+void Coordinator::State::on(int32_t rank, Located&& item, TimePoint) { watch.located(rank, item); }
+
 void Coordinator::State::announce(int32_t rank, std::shared_ptr<const Request> request, uint64_t id,
                                   bool blocked_now, TimePoint now) {
   watch.heard(rank, request->kind, request->name, now);
@@ -326,7 +328,8 @@ Coordinator::~Coordinator() = default;
 void Coordinator::receive(int32_t rank, Item item, TimePoint now) {
   State& s = *state_;
   if (s.aborted || rank < 0 || static_cast<size_t>(rank) >= s.left.size()) return;
-  s.watch.arrived(now);
+  // An answer is no sign that the program goes on.
+  if (!std::holds_alternative<Located>(item)) s.watch.arrived(now);
   // Entries that were on their way when a rank left still end there.
   if (s.left[static_cast<size_t>(rank)] && !std::holds_alternative<Done>(item)) return;
   std::visit([&](auto&& given) { s.on(rank, std::move(given), now); }, std::move(item));
@@ -359,6 +362,7 @@ void Coordinator::decide(TimePoint now, std::vector<Outgoing>& out, std::vector<
   }
   for (Outgoing& outgoing : s.outbox) out.push_back(std::move(outgoing));
   s.outbox.clear();
+  s.watch.take_questions(out);
   s.watch.take_log(log);
 }
 

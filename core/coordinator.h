@@ -41,6 +41,8 @@ struct CoordinatorOptions {
   // How long every rank must wait, with nothing that could run, before calls that look like one
   // call made differently (another operation or process set) are taken for that.
   Duration crossed = std::chrono::seconds(1);
+  // How long a report waits for ranks to say where in their program they are; 0 = nobody is asked.
+  Duration answers = std::chrono::milliseconds(500);
 };
 
 struct LogLine {

@@ -30,6 +30,7 @@ struct Coordinator::State {
   void on(int32_t rank, Reject&& item, TimePoint now);
   void on(int32_t rank, Done&& item, TimePoint now);
   void on(int32_t rank, Leave&& item, TimePoint now);
+  void on(int32_t rank, Located&& item, TimePoint now);
   void announce(int32_t rank, std::shared_ptr<const Request> request, uint64_t id, bool blocked,
                 TimePoint now);
   Status objection(int32_t rank, const Request& request) const;

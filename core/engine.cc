@@ -116,7 +116,18 @@ Engine::~Engine() { shutdown("its engine was destroyed", Duration{}); }
 
 // ---- Calls ------------------------------------------------------------------------------------
 
-int64_t Engine::submit(LocalCallPtr call) {
+uint32_t Engine::add_site(std::string text) {
+  std::lock_guard lock(mutex_);
+  if (const auto known = site_numbers_.find(text); known != site_numbers_.end()) {
+    return known->second;
+  }
+  if (sites_.size() == kMostSites) return 0;
+  const auto number = static_cast<uint32_t>(sites_.size() + 1);
+  sites_.push_back(&site_numbers_.emplace(std::move(text), number).first->first);
+  return number;
+}
+
+int64_t Engine::submit(LocalCallPtr call, uint32_t site) {
   if (abandoned()) throw Error(ErrorKind::Shutdown, "this process was forked: it has no engine");
   std::unique_lock lock(mutex_);
   check_alive_locked();
@@ -140,6 +151,7 @@ int64_t Engine::submit(LocalCallPtr call) {
     throw_prefixed(*call, e.status());
   }
   complete_request(*call);
+  if (site > 0 && site <= sites_.size()) call->site = sites_[site - 1];
   names_.insert(std::move(key));
   const int64_t handle = next_handle_++;
   handles_[handle].call = call;

@@ -48,7 +48,11 @@ class Engine {
   // itself (the others are told, unless the name is in flight here already or this rank is no
   // member) and Error(Shutdown) and others once the engine is dead. The memory of the tensors must
   // stay until the handle is done.
-  int64_t submit(std::shared_ptr<LocalCall> call);
+  int64_t submit(std::shared_ptr<LocalCall> call, uint32_t site = 0);
+  // The number of a place in the program, "train.py:12", to submit calls with. Kept for good, so
+  // there are at most kMostSites; 0, an unknown place, for any more.
+  static constexpr size_t kMostSites = 4096;
+  uint32_t add_site(std::string text);
   // The adapter refused its user's call: members that wait for the name get an error instead.
   void reject(Reject reject);
 
@@ -142,6 +146,8 @@ class Engine {
   std::unordered_map<int64_t, Pending> handles_;
   std::set<std::pair<uint32_t, std::string>> names_;  // in flight
   std::map<uint32_t, std::vector<int32_t>> sets_;
+  std::map<std::string, uint32_t> site_numbers_;
+  std::vector<const std::string*> sites_;  // by number less one
   std::optional<Status> failure_;
   std::vector<LogLine> messages_;
   Progress::Counters counters_;

@@ -75,6 +75,8 @@ void Progress::submit(LocalCallPtr call, TimePoint now) {
   ++open_calls_;
   if (failure_) return complete(call, *failure_);
   const LocalCall& it = *call;
+  last_name_ = it.request.name;
+  last_site_ = it.site;
   say(announcer_.announce(std::move(call), it.request, it.blocked), now);
 }
 
@@ -226,7 +228,18 @@ void Progress::receive(Decision&& decision, TimePoint now) {
     if (!leaving_) say(announcer_.again(again->id), now);
     return;
   }
+  if (const auto* question = std::get_if<Locate>(&decision)) {
+    if (!leaving_) say(answer(*question), now);
+    return;
+  }
   fail(std::move(std::get<Abort>(decision).status));
+}
+
+Located Progress::answer(const Locate& question) {
+  const LocalCallPtr* call = announcer_.find_call(question.set, question.name);
+  const std::string* site = call == nullptr ? last_site_ : (*call)->site;
+  return {question.id, call == nullptr ? last_name_ : question.name,
+          site == nullptr ? std::string() : *site};
 }
 
 void Progress::receive_entry(Entry&& entry) {

@@ -58,6 +58,7 @@ inline constexpr std::array kPlanFields{
 struct LocalCall : Arguments {
   Request request;
   bool blocked = false;  // a caller waits for it; the engine's until the driver takes the call
+  const std::string* site = nullptr;  // where the program made it, kept by the engine
 
   Status status;      // results, valid once done
   int64_t value = 0;  // join: who joined last; process sets: the uid
@@ -135,6 +136,7 @@ class Progress {
   bool coordinate(TimePoint now);
   void receive(Decision&& decision, TimePoint now);
   void receive_entry(Entry&& entry);
+  Located answer(const Locate& question);
   void finish_control(const Entry& entry, const LocalCallPtr& call);
   bool advance_running();
   void start(Running& running);
@@ -161,6 +163,8 @@ class Progress {
   std::map<uint32_t, std::vector<int32_t>> sets_;  // uid -> members
   std::deque<Running> running_;                    // agreed, in the global order
   size_t open_calls_ = 0;                          // submitted and not complete
+  std::string last_name_;                          // of the call that was submitted last
+  const std::string* last_site_ = nullptr;
   std::vector<LocalCallPtr> completed_;
   std::vector<LogLine> log_;
 

@@ -27,19 +27,21 @@ Ranks missing_ranks(const Scene& scene, const Call& call) {
   return ranks;
 }
 
-void add_waiting_ranks(const Scene& scene, const Call& call, Ranks& ranks) {
+Ranks waiting_ranks(const Scene& scene, const Call& call) {
   const ProcessSet& set = scene.sets.at(call.set);
+  Ranks ranks;
   for (int32_t rank : set.members) {
     if (set.voice(call, rank).said == Voice::Said::Announced) ranks.push_back(rank);
   }
+  return ranks;
 }
 
-std::string name_calls(const std::vector<const Call*>& calls, size_t limit) {
+std::vector<std::string> describe_calls(const std::vector<const Call*>& calls) {
   std::vector<std::string> parts;
-  for (size_t i = 0; i < calls.size(); ++i) {
-    parts.push_back(i < limit ? describe_call(calls[i]->kind, calls[i]->name) : std::string());
+  for (const Call* call : calls) {
+    parts.push_back(parts.size() < kMostNames ? describe_call(call->kind, call->name) : "");
   }
-  return join_some(parts, limit, ", ");
+  return parts;
 }
 
 // Ranks with a caller that waits for this call.
@@ -56,6 +58,46 @@ bool unnamed(const Call& call) {
   return std::any_of(call.voices.begin(), call.voices.end(), [](const Voice& voice) {
     return voice.request != nullptr && voice.request->unnamed;
   });
+}
+
+const char* hint_for(const Call& call) {
+  if (!info(call.kind).moves_data || !unnamed(call)) return "";
+  return ". Calls without a name match by their number: some rank made more of them than others, "
+         "or fewer";
+}
+
+int32_t first_caller(const Scene& scene, const Call& call) {
+  const Ranks waiting = waiting_ranks(scene, call);
+  return waiting.empty() ? -1 : waiting.front();
+}
+
+// The open calls of a rank.
+std::vector<const Call*> calls_of(const Scene& scene, int32_t rank) {
+  std::vector<const Call*> own;
+  for (const Call& call : scene.waiting) {
+    const ProcessSet& set = scene.sets.at(call.set);
+    const bool held = std::any_of(call.later.begin(), call.later.end(), [&](const Held& h) {
+      return h.rank == rank && h.request != nullptr;
+    });
+    if (set.has(rank) && (held || set.voice(call, rank).said == Voice::Said::Announced)) {
+      own.push_back(&call);
+    }
+  }
+  return own;
+}
+
+// One of those that wait for the call, if there is any, and those it waits for.
+void ask_about(const Call& call, int32_t caller, const Ranks& missing, Inquiry& inquiry) {
+  if (caller >= 0) inquiry.ask(caller, call.set, call.name);
+  for (size_t i = 0; i < std::min(missing.size(), kMostRanks); ++i) {
+    inquiry.ask(missing[i], call.set, call.name);
+  }
+}
+
+// " (rank 0 at train.py:12)" if that is known.
+std::string describe_site(int32_t rank, const std::string& name, const Inquiry& inquiry) {
+  const std::string site = inquiry.where(rank, name);
+  return site.empty() ? "" : " (rank " + std::to_string(rank) + site + ")";
 }
 
 // Whether a program could mean the same call by both: the same name, or none.
@@ -109,11 +151,19 @@ void Watch::resolved(Call& call, TimePoint now) {
   call.stall = 0;
   Stall& stall = it->second;
   if (--stall.open > 0) return;
-  std::string text =
-      "stall resolved after " + describe_seconds(seconds(now - stall.since)) + ": " + stall.first;
-  if (stall.calls > 1) text += " and " + std::to_string(stall.calls - 1) + " more";
+  if (!stall.told) tell(stall, now);
+  std::string text = "stall resolved after " + describe_seconds(seconds(now - stall.since)) + ": " +
+                     stall.calls[0];
+  if (stall.calls.size() > 1) {
+    text += " and " + std::to_string(stall.calls.size() - 1) + " more";
+  }
   log_.push_back({20, std::move(text)});
   stalls_.erase(it);
+}
+
+void Watch::located(int32_t rank, const Located& answer) {
+  for (auto& [number, stall] : stalls_) stall.inquiry.hear(rank, answer);
+  if (verdict_) verdict_->inquiry.hear(rank, answer);
 }
 
 std::optional<Status> Watch::look(const Scene& scene, CallList& waiting, TimePoint now) {
@@ -127,20 +177,25 @@ std::optional<Status> Watch::look(const Scene& scene, CallList& waiting, TimePoi
       if (age < (fresh.empty() ? options_.stall_warning : options_.stall_warning / 2)) break;
       fresh.push_back(&call);
     }
-    if (!fresh.empty()) warn(scene, fresh, now);
+    if (!fresh.empty()) open_stalls(scene, fresh, now);
   }
-  if (shutdown_ > Duration{}) {
-    for (const Call& call : waiting) {
-      if (now - call.since < shutdown_) break;
-      // Waiting in join() for ranks with more data is what join() is for.
-      if (call.kind != OpKind::Join) return stalled(scene, call, now);
-    }
+  for (auto& [number, stall] : stalls_) {
+    if (!stall.told && stall.inquiry.over(now)) tell(stall, now);
   }
-  if (scene.all_blocked && options_.deadlock > Duration{} &&
-      now - last_arrival_ >= options_.deadlock) {
-    return deadlocked(scene);
+  std::optional<Verdict> verdict = judge(scene, now);
+  if (!verdict) {
+    verdict_.reset();
+    return std::nullopt;
   }
-  return std::nullopt;
+  if (!verdict_ || verdict_->set != verdict->set || verdict_->name != verdict->name) {
+    verdict->inquiry.send(next_question_, now, options_.answers, questions_);
+    verdict_ = std::move(verdict);
+  } else {
+    verdict_->call = verdict->call;
+  }
+  if (!verdict_->inquiry.over(now)) return std::nullopt;
+  return verdict_->call != nullptr ? stalled(scene, *verdict_, now)
+                                   : deadlocked(scene, verdict_->inquiry);
 }
 
 std::optional<Crossing> Watch::look_for_crossing(const Scene& scene, CallList& waiting,
@@ -182,6 +237,10 @@ TimePoint Watch::next_deadline(const Scene& scene) const {
                                     [](const Call& call) { return call.stall == 0; });
     if (fresh != scene.waiting.end()) next = std::min(next, fresh->since + options_.stall_warning);
   }
+  for (const auto& [number, stall] : stalls_) {
+    if (!stall.told) next = std::min(next, stall.inquiry.until());
+  }
+  if (verdict_) return std::min(next, verdict_->inquiry.until());
   if (shutdown_ > Duration{}) {
     const auto call =
         std::find_if(scene.waiting.begin(), scene.waiting.end(),
@@ -199,8 +258,13 @@ void Watch::take_log(std::vector<LogLine>& log) {
   log_.clear();
 }
 
-// One line for each group of ranks that is missing.
-void Watch::warn(const Scene& scene, const std::vector<Call*>& calls, TimePoint now) {
+void Watch::take_questions(std::vector<Outgoing>& out) {
+  for (Outgoing& question : questions_) out.push_back(std::move(question));
+  questions_.clear();
+}
+
+// One for each group of ranks that is missing.
+void Watch::open_stalls(const Scene& scene, const std::vector<Call*>& calls, TimePoint now) {
   std::map<Ranks, std::vector<Call*>> groups;
   std::vector<Ranks> order;
   for (Call* call : calls) {
@@ -209,76 +273,113 @@ void Watch::warn(const Scene& scene, const std::vector<Call*>& calls, TimePoint 
     if (group.empty()) order.push_back(std::move(missing));
     group.push_back(call);
   }
-  for (const Ranks& missing : order) {
+  for (Ranks& missing : order) {
     const std::vector<Call*>& group = groups[missing];
+    const Call& first = *group.front();
     const uint64_t number = next_stall_++;
     Stall& stall = stalls_[number];
-    stall.since = group.front()->since;
-    stall.open = stall.calls = group.size();
-    stall.first = describe_call(group.front()->kind, group.front()->name);
-    Ranks waiting;
+    stall.since = first.since;
+    stall.open = group.size();
+    stall.calls = describe_calls({group.begin(), group.end()});
+    stall.first = first.name;
+    stall.caller = first_caller(scene, first);
+    stall.hint = hint_for(first);
+    ask_about(first, stall.caller, missing, stall.inquiry);
     for (Call* call : group) {
       call->stall = number;
-      add_waiting_ranks(scene, *call, waiting);
+      const Ranks ranks = waiting_ranks(scene, *call);
+      stall.waiting.insert(stall.waiting.end(), ranks.begin(), ranks.end());
     }
-    std::sort(waiting.begin(), waiting.end());
-    waiting.erase(std::unique(waiting.begin(), waiting.end()), waiting.end());
-
-    std::vector<std::string> late;
-    for (size_t i = 0; i < missing.size(); ++i) {
-      late.push_back(i < kMostRanks ? describe_missing(missing[i], now) : std::string());
-    }
-    log_.push_back(
-        {30, "stall: " +
-                 (waiting.empty()
-                      ? "calls have"
-                      : describe_ranks(waiting) + (waiting.size() == 1 ? " has" : " have")) +
-                 " waited for " + describe_seconds(seconds(now - stall.since)) +
-                 ". Missing: " + join_some(late, kMostRanks, "; ") +
-                 ". Waiting calls: " + name_calls({group.begin(), group.end()}, kMostNames)});
+    std::sort(stall.waiting.begin(), stall.waiting.end());
+    stall.waiting.erase(std::unique(stall.waiting.begin(), stall.waiting.end()),
+                        stall.waiting.end());
+    stall.missing = std::move(missing);
+    stall.inquiry.send(next_question_, now, options_.answers, questions_);
   }
 }
 
-std::string Watch::describe_missing(int32_t rank, TimePoint now) const {
-  const LastCall& last = last_[static_cast<size_t>(rank)];
-  const std::string who = describe_rank(rank, options_.names);
-  if (!last.any) return who + ", which hasn't announced anything yet";
-  return who + ", which last announced " + describe_call(last.kind, last.name) + " " +
-         describe_seconds(seconds(now - last.when)) + " ago";
+void Watch::tell(Stall& stall, TimePoint now) {
+  stall.told = true;
+  const Ranks& waiting = stall.waiting;
+  std::string who = "calls have";
+  if (!waiting.empty()) who = describe_ranks(waiting) + (waiting.size() == 1 ? " has" : " have");
+  std::vector<std::string> calls = stall.calls;
+  calls[0] += describe_site(stall.caller, stall.first, stall.inquiry);
+  log_.push_back({30, "stall: " + who + " waited for " +
+                          describe_seconds(seconds(now - stall.since)) +
+                          ". Missing: " + describe_missing(stall.missing, stall.inquiry, now) +
+                          ". Waiting calls: " + join_some(calls, kMostNames, ", ") + stall.hint});
 }
 
-Status Watch::stalled(const Scene& scene, const Call& call, TimePoint now) const {
+std::string Watch::describe_missing(const Ranks& missing, const Inquiry& inquiry,
+                                    TimePoint now) const {
+  std::vector<std::string> parts;
+  for (const int32_t rank : missing) {
+    std::string& text = parts.emplace_back();
+    if (parts.size() > kMostRanks) continue;
+    const LastCall& last = last_[static_cast<size_t>(rank)];
+    text = describe_rank(rank, options_.names) + ", which ";
+    if (last.any) {
+      text += "last announced " + describe_call(last.kind, last.name) +
+              inquiry.where(rank, last.name) + " " + describe_seconds(seconds(now - last.when)) +
+              " ago";
+    } else {
+      text += "hasn't announced anything yet";
+    }
+    if (inquiry.silent(rank)) text += " and doesn't answer now";
+  }
+  return join_some(parts, kMostRanks, "; ");
+}
+
+// What is due to end the epoch, with its questions.
+std::optional<Watch::Verdict> Watch::judge(const Scene& scene, TimePoint now) const {
+  if (shutdown_ > Duration{}) {
+    for (const Call& call : scene.waiting) {
+      if (now - call.since < shutdown_) break;
+      if (call.kind == OpKind::Join) continue;  // waiting for more data is what join() is for
+      Verdict verdict{&call, call.name, call.set, {}};
+      ask_about(call, first_caller(scene, call), missing_ranks(scene, call), verdict.inquiry);
+      return verdict;
+    }
+  }
+  if (!scene.all_blocked || options_.deadlock == Duration{} ||
+      now - last_arrival_ < options_.deadlock) {
+    return std::nullopt;
+  }
+  Verdict verdict{nullptr, {}, 0, {}};
+  const size_t asked = std::min(scene.left.size(), kMostRanks);
+  for (size_t rank = 0; rank < asked; ++rank) {
+    const std::vector<const Call*> own = calls_of(scene, static_cast<int32_t>(rank));
+    if (scene.left[rank] || own.empty()) continue;
+    verdict.inquiry.ask(static_cast<int32_t>(rank), own[0]->set, own[0]->name);
+  }
+  return verdict;
+}
+
+Status Watch::stalled(const Scene& scene, const Verdict& verdict, TimePoint now) const {
+  const Call& call = *verdict.call;
   const Ranks missing = missing_ranks(scene, call);
-  std::vector<std::string> late;
-  for (size_t i = 0; i < missing.size(); ++i) {
-    late.push_back(i < kMostRanks ? describe_missing(missing[i], now) : std::string());
-  }
   return {ErrorKind::Timeout,
-          describe_call(call.kind, call.name) + " has waited for " +
-              describe_seconds(seconds(now - call.since)) +
+          describe_call(call.kind, call.name) +
+              describe_site(first_caller(scene, call), call.name, verdict.inquiry) +
+              " has waited for " + describe_seconds(seconds(now - call.since)) +
               ", longer than the stall shutdown time (" + describe_seconds(seconds(shutdown_)) +
-              "). Missing: " + join_some(late, kMostRanks, "; "),
+              "). Missing: " + describe_missing(missing, verdict.inquiry, now) + hint_for(call),
           missing.size() == 1 ? missing.front() : -1};
 }
 
-Status Watch::deadlocked(const Scene& scene) const {
+Status Watch::deadlocked(const Scene& scene, const Inquiry& inquiry) const {
   std::vector<std::string> parts;
   for (size_t r = 0; r < scene.left.size(); ++r) {
     if (scene.left[r]) continue;
+    std::string& text = parts.emplace_back();
+    if (parts.size() > kMostRanks) continue;
     const auto rank = static_cast<int32_t>(r);
-    std::vector<const Call*> own;
-    for (const Call& call : scene.waiting) {
-      const ProcessSet& set = scene.sets.at(call.set);
-      const bool held = std::any_of(call.later.begin(), call.later.end(), [&](const Held& h) {
-        return h.rank == rank && h.request != nullptr;
-      });
-      if (set.has(rank) && (held || set.voice(call, rank).said == Voice::Said::Announced)) {
-        own.push_back(&call);
-      }
-    }
-    parts.push_back(parts.size() < kMostRanks ? describe_rank(rank, options_.names) +
-                                                    " waits for " + name_calls(own, kMostNames)
-                                              : std::string());
+    const std::vector<const Call*> own = calls_of(scene, rank);
+    std::vector<std::string> calls = describe_calls(own);
+    if (!own.empty()) calls[0] += inquiry.where(rank, own[0]->name);
+    text = describe_rank(rank, options_.names) + " waits for " + join_some(calls, kMostNames, ", ");
+    if (inquiry.silent(rank)) text += " and doesn't answer now";
   }
   return {ErrorKind::Timeout,
           "deadlock: every rank waits, no call can run, and nothing has happened for " +

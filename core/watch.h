@@ -10,6 +10,7 @@
 
 #include "calls.h"
 #include "coordinator.h"
+#include "inquiry.h"
 #include "types.h"
 
 namespace horovod {
@@ -36,17 +37,19 @@ class Watch {
 
   void heard(int32_t rank, OpKind kind, const std::string& name, TimePoint now);
   void arrived(TimePoint now) { last_arrival_ = now; }
+  void located(int32_t rank, const Located& answer);
   // A call is waited for no more.
   void resolved(Call& call, TimePoint now);
 
-  // Warns where it is due; a status if the epoch has to end.
+  // Warns where it is due; a status if the epoch has to end. Both ask first and wait for answers.
   std::optional<Status> look(const Scene& scene, CallList& waiting, TimePoint now);
   // Calls that have to fail so that their ranks can go on, once they have waited long enough.
   std::optional<Crossing> look_for_crossing(const Scene& scene, CallList& waiting, TimePoint now);
   TimePoint next_deadline(const Scene& scene) const;
 
-  // Moves what there is to say to the end of `log`.
+  // Move what there is to say, or to ask, to the end of the list.
   void take_log(std::vector<LogLine>& log);
+  void take_questions(std::vector<Outgoing>& out);
 
  private:
   struct LastCall {
@@ -55,17 +58,33 @@ class Watch {
     TimePoint when;
     bool any = false;
   };
+  // Calls that wait for the same ranks, and what there is to say about them.
   struct Stall {
     TimePoint since;
-    size_t open = 0;   // calls that still wait
-    size_t calls = 0;  // calls that were reported
-    std::string first;
+    size_t open = 0;  // calls that still wait
+    std::vector<std::string> calls;
+    std::vector<int32_t> waiting, missing;  // ranks
+    std::string first;                      // the name of the first call, and a rank that waits
+    int32_t caller = -1;
+    const char* hint = "";
+    Inquiry inquiry;
+    bool told = false;
+  };
+  // Why the epoch has to end, if it still has to once the answers are there.
+  struct Verdict {
+    const Call* call;  // that waited for too long; nullptr: a deadlock
+    std::string name;  // of the call
+    uint32_t set;
+    Inquiry inquiry;
   };
 
-  void warn(const Scene& scene, const std::vector<Call*>& calls, TimePoint now);
-  std::string describe_missing(int32_t rank, TimePoint now) const;
-  Status stalled(const Scene& scene, const Call& call, TimePoint now) const;
-  Status deadlocked(const Scene& scene) const;
+  void open_stalls(const Scene& scene, const std::vector<Call*>& calls, TimePoint now);
+  void tell(Stall& stall, TimePoint now);
+  std::optional<Verdict> judge(const Scene& scene, TimePoint now) const;
+  std::string describe_missing(const std::vector<int32_t>& missing, const Inquiry& inquiry,
+                               TimePoint now) const;
+  Status stalled(const Scene& scene, const Verdict& verdict, TimePoint now) const;
+  Status deadlocked(const Scene& scene, const Inquiry& inquiry) const;
 
   const CoordinatorOptions& options_;
   Duration shutdown_;  // stall_shutdown, or 0 where it is ignored
@@ -74,6 +93,9 @@ class Watch {
   std::vector<LastCall> last_;  // by rank
   std::map<uint64_t, Stall> stalls_;
   uint64_t next_stall_ = 1;
+  std::optional<Verdict> verdict_;
+  uint64_t next_question_ = 1;
+  std::vector<Outgoing> questions_;
   std::vector<LogLine> log_;
 };
 

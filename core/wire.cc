@@ -228,6 +228,13 @@ void fields(Ar& ar, M& m) {
   ar.text(m.text);
 }
 
+template <class Ar, Like<Located> M>
+void fields(Ar& ar, M& m) {
+  ar.number(m.id);
+  ar.name(m.name);
+  ar.text(m.site);
+}
+
 template <class Ar, Like<EntryItem> M>
 void fields(Ar& ar, M& m) {
   ar.number(m.id);
@@ -259,6 +266,13 @@ void fields(Ar& ar, M& m) {
 template <class Ar, Like<Abort> M>
 void fields(Ar& ar, M& m) {
   fields(ar, m.status);
+}
+
+template <class Ar, Like<Locate> M>
+void fields(Ar& ar, M& m) {
+  ar.number(m.id);
+  ar.number(m.set);
+  ar.name(m.name);
 }
 
 template <class Ar, Like<Goodbye> M>

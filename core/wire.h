@@ -81,7 +81,13 @@ struct Leave {  // this rank shuts down; nothing follows
   std::string text;
   bool operator==(const Leave&) const = default;
 };
-using Item = std::variant<Announce, AnnounceCached, Blocked, Reject, Done, Leave>;
+struct Located {  // answers Locate
+  uint64_t id = 0;
+  std::string name;  // of the call that `site` is about; empty if this rank made none
+  std::string site;  // "train.py:12"; empty if its program isn't known
+  bool operator==(const Located&) const = default;
+};
+using Item = std::variant<Announce, AnnounceCached, Blocked, Reject, Done, Leave, Located>;
 
 // ---- Down: from the coordinator to ranks ------------------------------------------------------
 
@@ -113,7 +119,13 @@ struct Abort {  // the epoch is over
   Status status;
   bool operator==(const Abort&) const = default;
 };
-using Decision = std::variant<Entry, Resend, Abort>;
+struct Locate {  // where did you make this call or, if it isn't open at yours, your last one?
+  uint64_t id = 0;
+  uint32_t set = 0;
+  std::string name;
+  bool operator==(const Locate&) const = default;
+};
+using Decision = std::variant<Entry, Resend, Abort, Locate>;
 
 // Any peer to any peer, directly: the last thing it says.
 struct Goodbye {
@@ -122,8 +134,8 @@ struct Goodbye {
   bool operator==(const Goodbye&) const = default;
 };
 
-using Message = std::variant<Announce, AnnounceCached, Blocked, Reject, Done, Leave, Entry, Resend,
-                             Abort, Goodbye>;
+using Message = std::variant<Announce, AnnounceCached, Blocked, Reject, Done, Leave, Located, Entry,
+                             Resend, Abort, Locate, Goodbye>;
 
 // Appends one frame: u32 bytes of what follows, i32 rank, u8 type, body. `rank` is the origin of an
 // item and the destination of a decision, so that a host's leader can pass frames on. Throws

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Bottom up; modules of one row don't import each other.
 COMMON = [
-    ["exceptions", "knobs", "logs", "compression", "capabilities"],
+    ["exceptions", "knobs", "logs", "compression", "capabilities", "sites"],
     ["config", "sockets", "kinds"],
     ["frames", "proof"],
     ["store_server"],
@@ -75,6 +75,7 @@ CORE = {
     "calls": 4,
     "order": 4,
     "watch": 4,
+    "inquiry": 4,
     "agreement": 4,
     "describe": 4,
     "progress": 5,

@@ -268,8 +268,20 @@ MUTATIONS = [
     Mutation(
         "stalls are not reported",
         "watch.cc",
-        "if (!fresh.empty()) warn(scene, fresh, now);",
-        "for (Call* call : fresh) call->stall = next_stall_++;",
+        "if (!stall.told && stall.inquiry.over(now)) tell(stall, now);",
+        "stall.told = stall.told || stall.inquiry.over(now);",
+    ),
+    Mutation(
+        "a report waits for every answer",
+        "inquiry.h",
+        "return open_ == 0 || now >= until_;",
+        "return open_ == 0;",
+    ),
+    Mutation(
+        "an answer is a sign of life",
+        "coordinator.cc",
+        "if (!std::holds_alternative<Located>(item)) s.watch.arrived(now);",
+        "s.watch.arrived(now);",
     ),
     Mutation("two aborts", "coordinator.cc", "      s.aborted = true;\n", ""),
 ]

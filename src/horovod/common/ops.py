@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from horovod.common import basics
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import ProcessSet
+from horovod.common.sites import Sites
 
 
 class ReduceOp(IntEnum):
@@ -132,6 +133,7 @@ class _Calls:
         self.handles = itertools.count(1)
         self.pending: dict[int, _Pending] = {}
         self.unnamed: dict[tuple[int, str], itertools.count[int]] = {}
+        self.sites = Sites(engine.add_site if engine is not None else lambda text: 0)
 
     def enter(self, engine: Any) -> None:
         if self.engine is not engine:
@@ -290,6 +292,7 @@ class Call:
                 splits,
                 self.unnamed,
                 keep,
+                _calls.sites.here(),
             )
         except basics.Failure as failure:
             self._handed_over = True  # nobody waits for a call that the engine's own end ended

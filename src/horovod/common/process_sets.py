@@ -8,6 +8,7 @@ from typing import Any
 
 from horovod.common import basics
 from horovod.common.exceptions import MismatchError
+from horovod.common.sites import Sites
 
 
 class ProcessSet:
@@ -187,10 +188,10 @@ def _add(engine: Any, process_set: ProcessSet) -> None:
     _registrar.remember(process_set)
 
 
-def _complete(engine: Any, call: Callable[[Any], int], argument: Any, what: str) -> int:
+def _complete(engine: Any, call: Callable[[Any, int], int], argument: Any, what: str) -> int:
     """Makes one of the engine's calls and waits for its result."""
     try:
-        ticket = call(argument)
+        ticket = call(argument, Sites(engine.add_site).here())
     except basics.Failure as failure:
         raise basics.translated(failure, what) from None
     result = basics.result_of(engine, ticket, what)

@@ -7,12 +7,13 @@ rank. While a handle is open its tensors belong to the library: don't write or r
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from horovod.common import ops
+from horovod.common import ops, sites
 from horovod.common.compression import Compressor, NoneCompressor
 from horovod.common.ops import Call, ReduceOp, reduce_op, synchronize
 from horovod.common.process_sets import ProcessSet, global_process_set
@@ -27,6 +28,9 @@ Product = ReduceOp.Product
 
 Compressing = type[Compressor[torch.Tensor]] | Compressor[torch.Tensor] | type[NoneCompressor]
 Tensors = Sequence[torch.Tensor]
+
+# Frames of torch, and of the code it generates, between a hook of ours and the user's line.
+sites.pass_over(os.path.dirname(torch.__file__) + os.sep, "<eval_with_key>", "torchinductor_")
 
 
 def submit(

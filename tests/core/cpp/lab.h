@@ -117,7 +117,7 @@ class Lab {
   static CoordinatorOptions options(int32_t size,
                                     const std::function<void(CoordinatorOptions&)>& change) {
     CoordinatorOptions o;
-    o.crossed = {};  // so that deadlines are those of the law at hand
+    o.crossed = o.answers = {};  // so that deadlines are those of the law at hand
     for (int32_t rank = 0; rank < size; ++rank) {
       o.names.push_back("host" + std::to_string(rank / 2) + ", pid " + std::to_string(100 + rank));
     }

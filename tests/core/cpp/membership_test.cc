@@ -1,4 +1,6 @@
 // The rules of the coordinator about joins, process sets, leaving and its clocks, one test each.
+#include <map>
+
 #include "lab.h"
 
 namespace horovod {
@@ -407,6 +409,142 @@ void a_deadlock_ends_the_job_and_names_every_ranks_calls() {
   CHECK(contains(status.text, "rank 2 (host1, pid 102) waits for join \"join\""));
 }
 
+// ---- Where ranks are ---------------------------------------------------------------------------
+
+// Reports wait half a second for ranks to say where they are.
+struct AskingLab : Lab {
+  explicit AskingLab(int32_t size, const std::function<void(CoordinatorOptions&)>& change = {})
+      : Lab(size, [&](auto& o) {
+          o.answers = 500ms;
+          if (change) change(o);
+        }) {}
+
+  // What is asked now, by rank; nothing else is decided.
+  std::map<int32_t, Locate> questions() {
+    std::map<int32_t, Locate> all;
+    for (Outgoing& outgoing : decide()) {
+      CHECK_EQ(outgoing.to.size(), 1u);
+      all[outgoing.to[0]] = std::get<Locate>(std::move(outgoing.decision));
+    }
+    return all;
+  }
+  Status ending() {
+    const auto out = decide();
+    CHECK_EQ(out.size(), 1u);
+    return std::get<Abort>(out[0].decision).status;
+  }
+};
+
+Request unnamed_call(int number) {
+  Request r = call("allreduce.noname." + std::to_string(number));
+  r.unnamed = true;
+  return r;
+}
+
+void a_report_waits_for_answers_but_not_for_long() {
+  for (const bool all_answer : {true, false}) {
+    AskingLab lab(3, [](auto& o) { o.deadlock = {}; });
+    lab.run(call("last"));
+    lab.announce(0, unnamed_call(6));
+    lab.wait(60s);
+    const auto asked = lab.questions();
+    CHECK_EQ(asked.size(), 3u);
+    for (const auto& [rank, question] : asked) CHECK_EQ(question.name, "allreduce.noname.6");
+    CHECK(lab.log.empty());
+    CHECK(lab.deadline() == 500ms);
+    lab.say(0, Located{asked.at(0).id, "allreduce.noname.6", "train.py:12"});
+    lab.say(1, Located{asked.at(1).id, "last", "train.py:31"});
+    lab.say(1, Located{asked.at(1).id, "last", "again.py:1"});   // answers once
+    lab.say(1, Located{asked.at(2).id, "last", "others.py:1"});  // and for itself
+    if (all_answer) lab.say(2, Located{asked.at(2).id, "last", ""});
+    lab.silent();
+    CHECK_EQ(lab.log.empty(), !all_answer);
+    if (!all_answer) lab.wait(500ms);
+    lab.silent();
+    CHECK_EQ(lab.log.size(), 1u);
+    const std::string& text = lab.log[0].text;
+    CHECK(contains(text,
+                   "rank 1 (host0, pid 101), which last announced allreduce \"last\" at "
+                   "train.py:31 60 s ago; rank 2"));
+    CHECK(contains(text, "Waiting calls: allreduce \"noname.6\" (rank 0 at train.py:12)"));
+    CHECK(contains(text, "Calls without a name match by their number"));
+    CHECK_EQ(text.find("doesn't answer now") == std::string::npos, all_answer);
+  }
+}
+
+void what_is_resolved_meanwhile_is_still_told() {
+  AskingLab lab(2);
+  lab.announce(0, call("x"));
+  lab.wait(60s);
+  const auto asked = lab.questions();
+  lab.announce(1, call("x"));
+  lab.good_entry();
+  CHECK_EQ(lab.log.size(), 2u);
+  CHECK(lab.log[0].text.starts_with("stall: rank 0 has waited for 60 s"));
+  CHECK(lab.log[1].text.starts_with("stall resolved after 60 s"));
+  lab.say(1, Located{asked.at(1).id, "x", "late.py:1"});
+  lab.silent();
+}
+
+void an_answer_is_about_the_call_that_is_named() {
+  AskingLab lab(2);
+  lab.run(call("a"));
+  lab.announce(0, call("x"));
+  lab.wait(60s);
+  const auto asked = lab.questions();
+  lab.say(0, Located{asked.at(0).id, "x", ""});
+  lab.say(1, Located{asked.at(1).id, "other", "other.py:1"});
+  lab.silent();
+  CHECK_EQ(lab.log.size(), 1u);
+  CHECK(lab.log[0].text.find(".py") == std::string::npos);
+}
+
+void an_end_says_where_ranks_are() {
+  AskingLab lab(2, [](auto& o) { o.stall_shutdown = 90s; });
+  lab.announce(0, call("x"));
+  lab.wait(60s);
+  lab.questions();
+  lab.wait(30s);
+  const auto asked = lab.questions();
+  CHECK_EQ(asked.size(), 2u);
+  lab.say(0, Located{asked.at(0).id, "x", "train.py:12"});
+  lab.silent();
+  CHECK(lab.deadline() == 500ms);
+  lab.wait(500ms);
+  const Status status = lab.ending();
+  CHECK(contains(status.text, "allreduce \"x\" (rank 0 at train.py:12) has waited for 90 s"));
+  CHECK(contains(status.text, "hasn't announced anything yet and doesn't answer now"));
+  CHECK_EQ(status.rank, 1);
+}
+
+void a_deadlock_says_where_ranks_are() {
+  AskingLab lab(2, [](auto& o) { o.stall_warning = {}; });
+  lab.announce(0, call("x"));
+  lab.announce(1, call("y"));
+  lab.wait(60s);
+  const auto asked = lab.questions();
+  CHECK_EQ(asked.at(0).name, "x");
+  CHECK_EQ(asked.at(1).name, "y");
+  lab.say(0, Located{asked.at(0).id, "x", "train.py:12"});
+  lab.wait(100ms);
+  lab.say(1, Located{asked.at(1).id, "y", "eval.py:9"});  // no sign that anything goes on
+  const Status status = lab.ending();
+  CHECK(contains(status.text, "waits for allreduce \"x\" at train.py:12; rank 1"));
+  CHECK(contains(status.text, "waits for allreduce \"y\" at eval.py:9"));
+}
+
+void an_end_that_is_not_due_any_more_does_not_come() {
+  AskingLab lab(2, [](auto& o) { o.stall_warning = {}; });
+  lab.announce(0, call("x"));
+  lab.announce(1, call("y"));
+  lab.wait(60s);
+  CHECK_EQ(lab.questions().size(), 2u);
+  lab.announce(1, call("x"), false);
+  CHECK(lab.good_entry().status.ok());
+  lab.wait(1h);
+  lab.silent();
+}
+
 // Ranks 0-1 have a set of their own, and a second passes before crossed calls are one mistake.
 struct CrossingLab : Lab {
   CrossingLab() : Lab(3, [](auto& o) { o.crossed = 1s; }) {
@@ -572,6 +710,12 @@ int main() {
   a_shutdown_time_below_the_warning_time_is_ignored();
   waiting_in_join_is_not_a_reason_to_end();
   a_deadlock_ends_the_job_and_names_every_ranks_calls();
+  a_report_waits_for_answers_but_not_for_long();
+  what_is_resolved_meanwhile_is_still_told();
+  an_answer_is_about_the_call_that_is_named();
+  an_end_says_where_ranks_are();
+  a_deadlock_says_where_ranks_are();
+  an_end_that_is_not_due_any_more_does_not_come();
   one_name_called_in_two_sets_is_a_disagreement();
   one_name_of_two_operations_is_a_disagreement();
   other_names_are_no_crossing();

@@ -117,11 +117,15 @@ Message random_message(Rng& rng, size_t type) {
     case 5:
       return Leave{random_string(rng, 60)};
     case 6:
-      return random_entry(rng);
+      return Located{rng(), random_string(rng, 30), random_string(rng, 60)};
     case 7:
-      return Resend{rng()};
+      return random_entry(rng);
     case 8:
+      return Resend{rng()};
+    case 9:
       return Abort{random_status(rng)};
+    case 10:
+      return Locate{rng(), set, random_string(rng, 30)};
     default:
       return Goodbye{random_status(rng)};
   }

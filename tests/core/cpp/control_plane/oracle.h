@@ -70,6 +70,7 @@ class Oracle {
         call->second[rank].back().blocked = true;
       return;
     }
+    if (std::holds_alternative<Located>(item)) return;
     left_[place(rank)] = true;
     owed_[rank].clear();
     late_[rank].clear();
@@ -90,6 +91,11 @@ class Oracle {
     if (const auto* entry = std::get_if<Entry>(&outgoing.decision)) {
       require(outgoing.to == entry->contributors, "an entry goes to its contributors");
       return emitted_entry(*entry);
+    }
+    if (const auto* question = std::get_if<Locate>(&outgoing.decision)) {
+      require(outgoing.to.size() == 1 && question->id > last_question_, "a question is one rank's");
+      last_question_ = question->id;
+      require(!left_[place(outgoing.to[0])], "who left isn't asked");
     }
   }
 
@@ -112,7 +118,8 @@ class Oracle {
         require(!has_left(set->second), what + " waits for a rank that left");
       }
     }
-    if (options_.stall_warning > Duration{} && waits_since() + options_.stall_warning <= now) {
+    if (options_.stall_warning > Duration{} &&
+        waits_since() + options_.stall_warning + options_.answers <= now) {
       require(warnings > 0, "who waits for long is told for whom");
     }
   }
@@ -584,6 +591,7 @@ class Oracle {
   std::map<uint64_t, Request> ids_;
   uint64_t last_id_ = 0;
   uint64_t last_seq_ = 0;
+  uint64_t last_question_ = 0;
   uint32_t last_uid_ = 0;
   struct Reporter {
     uint32_t set;

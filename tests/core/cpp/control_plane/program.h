@@ -91,6 +91,7 @@ class Generator {
     o.plan_hash = rng_();
     if (percent(rng_, 10)) o.min_cycle = std::chrono::milliseconds(5);
     if (percent(rng_, 20)) o.stall_warning = {};
+    if (percent(rng_, 20)) o.answers = {};
     o.crossed = {};  // programs here reuse names in every set on purpose; unit laws cover it
     if (percent(rng_, 20)) {
       o.stall_shutdown = std::chrono::seconds(one_of<int>(rng_, {30, 90}));

@@ -91,6 +91,7 @@ class SimRank {
     require(state_ != State::Gone, "nothing follows the acknowledgement");
     if (const auto* entry = std::get_if<Entry>(&message)) return accept(*entry);
     if (const auto* resend = std::get_if<Resend>(&message)) return announce_again(resend->id);
+    if (const auto* question = std::get_if<Locate>(&message)) return answer(*question);
     const auto* abort = std::get_if<Abort>(&message);
     require(abort != nullptr, "a rank gets decisions only");
     require(!abort->status.ok() && !abort->status.text.empty(), "an abort says why");
@@ -150,6 +151,7 @@ class SimRank {
     Pending& pending = pending_[key];
     pending.request = std::move(request);
     pending.adds = step.adds;
+    last_name_ = key.second;
     say_item(announcer_.announce(key, pending.request, step.sync));
     if (step.sync) stop(key);
   }
@@ -207,6 +209,16 @@ class SimRank {
     }
   }
 
+  // Ranks with an odd number know their program, whatever they are doing.
+  void answer(const Locate& question) {
+    if (state_ == State::Leaving) return;
+    const Key* call = announcer_.find_call(question.set, question.name);
+    require((call != nullptr) == pending_.contains(Key{question.set, question.name}),
+            "an open call is found by its name");
+    const std::string& name = call == nullptr ? last_name_ : question.name;
+    say(Located{question.id, name, rank_ % 2 == 1 ? "at " + name : ""});
+  }
+
   void apply(const Entry& entry, const Pending& pending) {
     if (entry.kind == OpKind::AddSet) {
       require(entry.ranks == pending.request.ranks, "an added set has the ranks asked for");
@@ -230,6 +242,7 @@ class SimRank {
   std::map<size_t, uint32_t> uids_;  // by number of the set
   Announcer<Key> announcer_;
   uint64_t last_seq_ = 0;
+  std::string last_name_;
   size_t errors_ = 0;
 };
 

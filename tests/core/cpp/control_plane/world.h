@@ -140,6 +140,7 @@ class World {
     switch (event.what) {
       case Event::What::Step:
         if (trace_) note("goes on", event.rank);
+        jumped_ = false;
         return at(event.rank).step(now_);
       case Event::What::Up:
         return deliver_up(event.rank);
@@ -156,6 +157,8 @@ class World {
     Frame frame = take(at(rank).up);
     require(frame.rank == rank, "a frame names its rank");
     const bool cached = std::holds_alternative<AnnounceCached>(frame.message);
+    // An answer is no sign that the program goes on.
+    jumped_ = jumped_ && std::holds_alternative<Located>(frame.message);
     std::visit(
         [&](auto&& message) {
           if constexpr (std::is_constructible_v<Item, decltype(std::move(message))>) {
@@ -257,7 +260,6 @@ class World {
     now_ = std::max(now_, std::min(next, wakes));
     jumped_ = true;
     decide();
-    jumped_ = false;
   }
 
   // ---- Trace ----
@@ -282,6 +284,8 @@ class World {
     if (const auto* r = std::get_if<Reject>(&item))
       return "reject \"" + r->name + "\" of set " + std::to_string(r->set);
     if (const auto* d = std::get_if<Done>(&item)) return "done " + std::to_string(d->seq);
+    if (const auto* l = std::get_if<Located>(&item))
+      return "answer " + std::to_string(l->id) + ": \"" + l->name + "\" " + l->site;
     return "leave";
   }
 
@@ -290,6 +294,8 @@ class World {
     for (int32_t rank : outgoing.to) to += " " + std::to_string(rank);
     if (const auto* r = std::get_if<Resend>(&outgoing.decision))
       return "resend " + std::to_string(r->id) + to;
+    if (const auto* l = std::get_if<Locate>(&outgoing.decision))
+      return "locate " + std::to_string(l->id) + to + ": \"" + l->name + "\"";
     if (const auto* a = std::get_if<Abort>(&outgoing.decision))
       return "abort" + to + ": " + a->status.text;
     const Entry& entry = std::get<Entry>(outgoing.decision);
