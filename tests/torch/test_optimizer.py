@@ -187,23 +187,68 @@ def test_a_short_last_window_is_reduced_as_it_is() -> None:
 
 
 @pytest.mark.np(2)
-def test_too_many_backward_passes_and_early_zero_grad() -> None:
+def test_a_pass_too_many() -> None:
     model = net()
-    optimizer = wrap(model)
-    loss_of(model, data(0)).backward()
+    optimizer = wrap(model, op=hvd.Sum)
+    loss_of(model, data(hvd.rank())).backward()
     with pytest.raises(AssertionError, match="backward_passes_per_step"):
-        loss_of(model, data(0)).backward()
-    with pytest.raises(AssertionError, match="zero_grad"):
-        optimizer.zero_grad()
+        loss_of(model, data(hvd.rank())).backward()
     optimizer.step()
     for to_none in (False, True):
         optimizer.zero_grad(set_to_none=to_none)
         assert (next(model.parameters()).grad is None) is to_none
-    optimizer.zero_grad()
     with pytest.raises(AssertionError, match="create_graph"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loss_of(model, data(0)).backward(create_graph=True)
     optimizer.step()
+
+
+@pytest.mark.np(2)
+def test_means_can_be_added_to_and_reduced_again() -> None:
+    reference, model = net(), net()
+    sgd = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    optimizer = wrap(model)
+    for step in range(2):
+        for passes in range(2):
+            for rank in range(2):
+                (loss_of(reference, data(rank, 2 * step + passes)) / 2).backward()
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                loss_of(model, data(hvd.rank(), 2 * step + passes)).backward()
+            assert len(warned) == (step == 0 and passes == 1)
+        sgd.step()
+        optimizer.step()
+        sgd.zero_grad()
+        optimizer.zero_grad()
+    close(model, reference)
+
+
+@pytest.mark.np(2)
+def test_zero_grad_is_refused_while_gradients_are_in_flight() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    optimizer = wrap(model)
+    model["a"](torch.ones(1, 2)).sum().backward()
+    with pytest.raises(AssertionError, match="zero_grad"):
+        optimizer.zero_grad()
+    assert optimizer._handles
+    model["b"](torch.ones(1, 2)).sum().backward()
+    optimizer.zero_grad()  # nothing is in flight: the gradients are dropped on every rank
+    assert model["a"].weight.grad is None
+
+
+@pytest.mark.np(
+    2, env={"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
+)
+def test_a_rank_that_drops_what_others_step_with_does_not_go_on_in_silence() -> None:
+    model = net()
+    optimizer = wrap(model)
+    loss_of(model, data(hvd.rank())).backward()
+    if hvd.rank() == 0:
+        optimizer.zero_grad()
+    else:
+        optimizer.step()
+    with pytest.raises(hvd.HorovodInternalError, match="dropped1"):
+        loss_of(model, data(hvd.rank(), 1)).backward()
 
 
 @pytest.mark.np(2)

@@ -29,7 +29,6 @@ class _Distributed(Wrapped):
         super()._distribute(names, options)
         self.reducer = Reducer(names, options)
         self._asked = False  # the user has called synchronize() since the last step
-        self._judged = False  # a GradScaler has decided whether to take the step
         self._skipping = False
         self.reducer.attach()
 
@@ -54,7 +53,6 @@ class _Distributed(Wrapped):
     def _step_supports_amp_scaling(self) -> bool:
         """What ``GradScaler.step`` asks before it looks at gradients, and may skip the step."""
         self.reducer.complete()
-        self._judged = True
         return bool(vars(self).get("_step_supports_amp_scaling", False))
 
     @_step_supports_amp_scaling.setter
@@ -168,7 +166,7 @@ class _Distributed(Wrapped):
                 reducer.restart()
             reducer.complete()
             result = super().step()
-        self._asked = self._judged = False
+        self._asked = False
         reducer.restart()
         return result
 
@@ -194,17 +192,15 @@ class _Distributed(Wrapped):
         """Forgets the gradients, as the wrapped optimizer does; the arguments are its own.
 
         Raises:
-            AssertionError: a gradient is being reduced, or was and nobody has used it: this rank
-                would drop what the others step with.
+            AssertionError: a gradient is being reduced.
         """
-        reducer = self.reducer
-        if reducer.busy() or (reducer.unused() and not self._asked and not self._judged):
+        if self.reducer.busy():
             raise AssertionError(
                 "zero_grad() was called between backward() and step() or synchronize(), "
-                "so the other ranks would step with gradients that this one has dropped"
+                "while gradients are being reduced"
             )
-        self._asked = self._judged = False
-        reducer.restart()
+        self._asked = False
+        self.reducer.drop()
         super().zero_grad(*args, **kwargs)
 
     def set_backward_passes_per_step(self, passes: int) -> None:

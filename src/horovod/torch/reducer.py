@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -79,6 +80,8 @@ class Reducer:
         self._prefix = prefix_for(names.values())
         self._passes = options.passes
         self._run = ops.run()  # that the handles belong to
+        self._drops = 0
+        self._warned = False
         self._removers: list[Any] = []
         self._slots: dict[torch.Tensor, Slot] = {}
         self._buckets: list[Bucket] = []
@@ -104,7 +107,7 @@ class Reducer:
     @property
     def prefix(self) -> str:
         """Comes before every name."""
-        return self._prefix
+        return f"{self._prefix}dropped{self._drops}." if self._drops else self._prefix
 
     def delays(self) -> dict[torch.Tensor, int]:
         """How many more passes each hooked parameter's reduction waits for."""
@@ -193,6 +196,16 @@ class Reducer:
     # ---------------------------------------------------------------------------------------------
     # The window
 
+    def drop(self) -> None:
+        """Starts a new window although no step has used the reduced gradients of this one.
+
+        Names say how often that was, so that a rank that drops what the others step with doesn't
+        go on a window apart from them: its calls match none of theirs. A few numbers will do.
+        """
+        if self.reduced:
+            self._drops = (self._drops + 1) % 4
+        self.restart()
+
     def restart(self) -> None:
         """Starts a new window: the step has used the gradients, or they were dropped."""
         self.reduced = False
@@ -228,12 +241,6 @@ class Reducer:
             if slot.gradient is not None
         )
 
-    def unused(self) -> bool:
-        """Whether there are reduced gradients that nobody has changed since, say to clip them."""
-        return self.reduced and any(
-            slot.gradient is not None and slot.untouched() for slot in self._active
-        )
-
     @property
     def started(self) -> bool:
         """Whether the window's first gradient has arrived and its last one is not reduced."""
@@ -259,6 +266,7 @@ class Reducer:
             if any(bucket.flight is not None for bucket in self._buckets):
                 self.restart()
             self._run = ops.run()
+            self._drops = 0
 
     def _arrive(self, slot: Slot) -> None:
         """A backward pass has added to the parameter's gradient."""
@@ -284,8 +292,8 @@ class Reducer:
     def _check(self, slot: Slot) -> None:
         """Raises if the pass came too late, or asks for what cannot be."""
         self._drop_stale()
-        if self.dropped():
-            self.restart()
+        if self.reduced and (self.dropped() or self._may_repeat()):
+            self.drop()
         late = slot.bucket.flight is not None and (slot.arrived or slot.early is None)
         if late or self.reduced:
             raise AssertionError(
@@ -298,6 +306,20 @@ class Reducer:
             raise AssertionError(
                 f"gradient of {slot.name} requires a gradient: create_graph can't be used"
             )
+
+    def _may_repeat(self) -> bool:
+        """Whether reduced gradients can be added to and reduced once more: means of means are."""
+        if self.options.op != ReduceOp.Average or self.weight is not None:
+            return False
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"backward() adds to gradients that were reduced after backward_passes_per_step="
+                f"{self._passes} passes and not used by step(): all are reduced again. Raise "
+                f"backward_passes_per_step, use no_sync(), or call zero_grad() to save that",
+                stacklevel=2,
+            )
+        return True
 
     def _expect(self) -> None:
         """At the first arrival of a window: what the end of backward will wait for.
@@ -414,7 +436,7 @@ class Reducer:
                 seen[int(sparse), i] = gradient.sparse_dim() if sparse else 1
         allreduce_(
             seen,
-            name=f"{self._prefix}gradients",
+            name=f"{self.prefix}gradients",
             op=ReduceOp.Max,
             process_set=self.options.process_set,
         )
@@ -475,7 +497,7 @@ class Reducer:
         slots = bucket.sent
         carries = self.weight is not None and bucket is self._carrier
         grouped = len(bucket.slots) > 1
-        name = self._prefix + bucket.slots[0].name
+        name = self.prefix + bucket.slots[0].name
         with Call(ops.ALLREDUCE, name, self.options.process_set, grouped=grouped) as call:
             packed = [slot.compressor.compress(self._dense(slot)) for slot in slots]
             tensors = [tensor for tensor, _ in packed]
@@ -513,7 +535,7 @@ class Reducer:
         elif gradient.layout is torch.strided:
             gradient = gradient.to_sparse(slot.layout)
         op = self._scales()["reduce_op"]
-        name = self._prefix + slot.name
+        name = self.prefix + slot.name
         finish = sparse_allreduce_async(gradient, name, op, self.options.process_set)
 
         def land() -> list[torch.Tensor]:
@@ -555,7 +577,7 @@ class Reducer:
         if weights.total is None:  # no bucket took it along
             allreduce_(
                 weights.start(),
-                name=f"{self._prefix}weight",
+                name=f"{self.prefix}weight",
                 op=ReduceOp.Sum,
                 process_set=self.options.process_set,
             )

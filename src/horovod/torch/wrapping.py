@@ -24,6 +24,14 @@ class Wrapped(torch.optim.Optimizer):
         names = names_of_group(self.param_groups, len(self.param_groups) - 1)
         self._parameter_names.update(names)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state of the wrapped optimizer."""
+        groups = self.param_groups
+        super().load_state_dict(state_dict)
+        # A scheduler that was made before wrapping goes on writing into the same list.
+        groups[:] = self.param_groups
+        self.param_groups = groups
+
     def __reduce__(self) -> Any:
         """Copies and pickles what the wrapped class does, and how it is reduced."""
         names = [self._parameter_names[p] for p in parameters_of(self.param_groups)]
