@@ -39,6 +39,7 @@ from horovod.common.process_sets import (
     global_process_set,
     remove_process_set,
 )
+from horovod.torch.checkpoint import Checkpointer
 from horovod.torch.compression import Compression
 from horovod.torch.differentiable import (
     allgather,
@@ -56,6 +57,7 @@ from horovod.torch.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from horovod.torch.metrics import metric_average
 from horovod.torch.ops import (
     Adasum,
     Average,
@@ -81,12 +83,14 @@ from horovod.torch.ops import (
     reducescatter_async,
 )
 from horovod.torch.optimizer import DistributedOptimizer
+from horovod.torch.sharding import scatter_dataset, shard_dataset
 from horovod.torch.sparse import sparse_allreduce, sparse_allreduce_async
 from horovod.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Adasum",
     "Average",
+    "Checkpointer",
     "Compression",
     "DistributedOptimizer",
     "HorovodInternalError",
@@ -135,6 +139,7 @@ __all__ = [
     "join",
     "local_rank",
     "local_size",
+    "metric_average",
     "mpi_built",
     "mpi_enabled",
     "mpi_threads_supported",
@@ -145,6 +150,8 @@ __all__ = [
     "reducescatter_async",
     "remove_process_set",
     "rocm_built",
+    "scatter_dataset",
+    "shard_dataset",
     "shutdown",
     "size",
     "sparse_allreduce",
