@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,27 @@ def soon() -> Iterator[None]:
     started = time.monotonic()
     yield
     assert time.monotonic() - started < LIMIT_S
+
+
+@pytest.mark.np(3)
+def test_a_call_on_a_set_of_others_is_refused_where_it_is_made() -> None:
+    pair = hvd.add_process_set([0, 2])
+    for kept in (True, False):
+        if not kept:
+            assert hvd.remove_process_set(pair)
+        for call in (
+            lambda: hvd.allreduce(torch.ones(1), process_set=pair),
+            lambda: hvd.grouped_allreduce([torch.ones(1)], process_set=pair),
+            lambda: hvd.allgather_async(torch.ones(1), process_set=pair),
+            lambda: hvd.broadcast_(torch.ones(1), 0, process_set=pair),
+            lambda: hvd.alltoall(torch.ones(2), process_set=pair),
+            lambda: hvd.reducescatter(torch.ones(2), process_set=pair),
+            lambda: hvd.barrier(pair),
+        ):
+            if hvd.rank() == 1 or not kept:
+                with soon(), pytest.raises(ValueError, match=r"not in|not registered"):
+                    call()
+        usable("sets")
 
 
 def usable(name: str) -> None:
@@ -70,6 +92,38 @@ def disagreements() -> list[tuple[Callable[[int], object], tuple[str, ...]]]:
             lambda r: hvd.grouped_allreduce([ones, ones] if r == 1 else [ones], name="x"),
             ("2", "1"),
         ),
+        (
+            lambda r: hvd.grouped_allreduce([ones, ones[r:]], name="x"),
+            ("tensor 1", "[4, 2]", "[3, 2]"),
+        ),
+        (
+            lambda r: hvd.grouped_allgather([ones, ones[:, r:]], name="x"),
+            ("tensor 1", "[2]", "[1]"),
+        ),
+        (lambda r: hvd.allgather(ones[0] if r == 1 else ones, name="x"), ()),
+        (lambda r: hvd.alltoall(ones[:, r:], name="x"), ("[2]", "[1]")),
+        *[
+            (lambda r, call=call: call(ones.half() if r == 1 else ones), ("float16", "float32"))
+            for call in (
+                lambda tensor: hvd.allreduce_(tensor, name="x"),
+                lambda tensor: hvd.grouped_allreduce_([tensor], name="x"),
+                lambda tensor: hvd.broadcast(tensor, 0, name="x"),
+                lambda tensor: hvd.broadcast_(tensor, 0, name="x"),
+                lambda tensor: hvd.alltoall(tensor, name="x"),
+                lambda tensor: hvd.reducescatter(tensor, name="x"),
+                lambda tensor: hvd.grouped_reducescatter([tensor], name="x"),
+                lambda tensor: hvd.grouped_allgather([tensor], name="x"),
+            )
+        ],
+        (
+            lambda r: hvd.reducescatter(ones, name="x", op=hvd.Sum if r == 1 else hvd.Average),
+            ("Sum", "Average"),
+        ),
+        (lambda r: hvd.reducescatter(ones, name="x", prescale_factor=1.0 + r), ("1", "2")),
+        (lambda r: hvd.reducescatter(ones, name="x", postscale_factor=1.0 + r), ("1", "2")),
+        (lambda r: hvd.grouped_reducescatter([ones, ones[r:]], name="x"), ("[4, 2]", "[3, 2]")),
+        (lambda r: hvd.allreduce(torch.ones(()) if r else torch.ones(1), name="x"), ("[]", "[1]")),
+        (lambda r: hvd.broadcast(torch.ones(r), 0, name="x"), ("[0]", "[1]")),
     ]
 
 
@@ -137,6 +191,15 @@ def refusals() -> list[tuple[type[Exception], Callable[[str], object]]]:
         (ValueError, lambda name: hvd.alltoall(ones, [1 << 70, 0], name=name)),
         (TypeError, lambda name: hvd.allreduce(ones, name=name, prescale_factor=None)),
         (TypeError, lambda name: hvd.broadcast(ones, None, name=name)),
+        (TypeError, lambda name: hvd.broadcast(ones, 0.0, name=name)),
+        (TypeError, lambda name: hvd.broadcast(ones, "0", name=name)),
+        (ValueError, lambda name: hvd.broadcast_(ones[:1].expand(4, 2), 0, name=name)),
+        (ValueError, lambda name: hvd.allreduce_(ones.view(-1).unfold(0, 4, 1), name=name)),
+        (ValueError, lambda name: hvd.allreduce(ones.bool(), name=name, prescale_factor=2.0)),
+        (ValueError, lambda name: hvd.grouped_allreduce([], name=name)),
+        (TypeError, lambda name: hvd.grouped_allreduce(None, name=name)),
+        (TypeError, lambda name: hvd.grouped_allreduce_(3, name=name)),
+        (ValueError, lambda name: hvd.grouped_reducescatter([], name=name)),
         (ValueError, lambda name: hvd.broadcast(ones, 2, name=name)),
         (ValueError, lambda name: hvd.broadcast(ones, -1, name=name)),
         (ValueError, lambda name: hvd.allgather(torch.tensor(1.0), name=name)),
@@ -145,10 +208,90 @@ def refusals() -> list[tuple[type[Exception], Callable[[str], object]]]:
         (hvd.HorovodInternalError, lambda name: hvd.reducescatter(ones, name=name, op=hvd.Min)),
         *[
             (ValueError, lambda name, splits=splits: hvd.alltoall(ones, splits, name=name))
-            for splits in ([1, 1, 1], [1], [5, 0], [-1, 2], ["a", 1], int64, int64.int()[:, None])
+            for splits in (
+                *([1, 1, 1], [1], [], [5, 0], [-1, 2], [3, 2], ["a", 1], ["1", "1"], [0.5, 1.5]),
+                *(int64, int64.int()[:, None], int64.float(), 2),
+            )
         ],
         (ValueError, lambda name: hvd.alltoall(torch.ones(3), name=name)),
     ]
+
+
+FORMS: dict[str, list[Callable[[Any, str], object]]] = {
+    "allreduce": [
+        lambda tensor, name: hvd.allreduce(tensor, name=name),
+        lambda tensor, name: hvd.allreduce_(tensor, name=name),
+        lambda tensor, name: hvd.allreduce_async(tensor, name=name),
+        lambda tensor, name: hvd.allreduce_async_(tensor, name=name),
+    ],
+    "grouped_allreduce": [
+        lambda tensor, name: hvd.grouped_allreduce([torch.ones(4), tensor], name=name),
+        lambda tensor, name: hvd.grouped_allreduce_([torch.ones(4), tensor], name=name),
+        lambda tensor, name: hvd.grouped_allreduce_async([torch.ones(4), tensor], name=name),
+        lambda tensor, name: hvd.grouped_allreduce_async_([torch.ones(4), tensor], name=name),
+    ],
+    "allgather": [
+        lambda tensor, name: hvd.allgather(tensor, name=name),
+        lambda tensor, name: hvd.allgather_async(tensor, name=name),
+    ],
+    "grouped_allgather": [
+        lambda tensor, name: hvd.grouped_allgather([torch.ones(4), tensor], name=name),
+        lambda tensor, name: hvd.grouped_allgather_async([torch.ones(4), tensor], name=name),
+    ],
+    "broadcast": [
+        lambda tensor, name: hvd.broadcast(tensor, 0, name=name),
+        lambda tensor, name: hvd.broadcast_(tensor, 0, name=name),
+        lambda tensor, name: hvd.broadcast_async(tensor, 0, name=name),
+        lambda tensor, name: hvd.broadcast_async_(tensor, 0, name=name),
+    ],
+    "alltoall": [
+        lambda tensor, name: hvd.alltoall(tensor, name=name),
+        lambda tensor, name: hvd.alltoall_async(tensor, [1, 1], name=name),
+    ],
+    "reducescatter": [
+        lambda tensor, name: hvd.reducescatter(tensor, name=name),
+        lambda tensor, name: hvd.reducescatter_async(tensor, name=name),
+    ],
+    "grouped_reducescatter": [
+        lambda tensor, name: hvd.grouped_reducescatter([torch.ones(4), tensor], name=name),
+        lambda tensor, name: hvd.grouped_reducescatter_async([torch.ones(4), tensor], name=name),
+    ],
+}
+
+
+def no_tensors() -> list[object]:
+    """What no collective takes."""
+    ones = torch.ones(4, 2)
+    with FakeTensorMode():
+        fake = torch.ones(4, 2)
+    return [
+        ones.to("meta"),
+        ones.to_sparse(),
+        torch.quantize_per_tensor(ones, 1.0, 0, torch.qint8),
+        fake,
+        ones.to(torch.float8_e4m3fn),
+        ones.numpy(),
+        [1.0, 2.0],
+        1.0,
+        None,
+    ]
+
+
+@pytest.mark.np(2)
+def test_what_no_form_takes_fails_on_the_other_rank_too() -> None:
+    for op, forms in FORMS.items():
+        for i, form in enumerate(forms):
+            for j, wrong in enumerate(no_tensors()):
+                name = f"{op}.{i}.{j}"
+                if hvd.rank() == 1:
+                    with pytest.raises((ValueError, TypeError), match=op):
+                        form(wrong, name)
+                else:
+                    with soon(), pytest.raises(MismatchError, match="rank 1"):
+                        result = form(torch.ones(4, 2), name)
+                        if isinstance(result, int):
+                            hvd.synchronize(result)
+            usable(name)
 
 
 MATCHING: dict[str, Callable[[str], object]] = {
@@ -231,21 +374,6 @@ def test_a_name_in_flight_is_refused_only_where_it_was_used_twice() -> None:
             with soon():
                 assert hvd.synchronize(handle) is not None
             usable("twice")
-
-
-@pytest.mark.np(2)
-def test_a_joined_rank_makes_other_collectives_fail() -> None:
-    if hvd.rank() == 0:
-        for call in (
-            lambda: hvd.allgather(torch.ones(2), name="joined"),
-            lambda: hvd.broadcast(torch.ones(2), 0, name="joined"),
-            lambda: hvd.alltoall(torch.ones(2), name="joined"),
-            lambda: hvd.reducescatter(torch.ones(2), name="joined"),
-        ):
-            with soon(), pytest.raises(hvd.HorovodInternalError, match="join"):
-                call()
-    assert hvd.join() == 0
-    usable("joined")
 
 
 @pytest.mark.np(1)

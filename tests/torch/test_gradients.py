@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 
@@ -29,6 +32,169 @@ def weights(*shape: int) -> list[torch.Tensor]:
 
 def close(actual: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
+
+
+class Collective(NamedTuple):
+    """A linear function of two tensors, of whose outputs every rank has some."""
+
+    rule: Callable[[int], float]
+    """What the stated gradient is, times the derivative of the sum of all ranks' losses."""
+    run: Callable[..., Any]
+
+
+def once(n: int) -> float:
+    return 1.0
+
+
+def mean(n: int) -> float:
+    return 1.0 / n
+
+
+def times_size(n: int) -> float:
+    return float(n)
+
+
+def splits(options: dict[str, Any]) -> list[int]:
+    """One row for the first member, two for the next, and so on; one is left over."""
+    return [i + 1 for i in range(options["process_set"].size())]
+
+
+HALF = {"compression": hvd.Compression.fp16}
+BRAIN = {"compression": hvd.Compression.bf16}
+SCALED = {"prescale_factor": 0.5, "postscale_factor": 3.0}
+LINEAR: dict[str, Collective] = {
+    "allreduce": Collective(once, lambda a, b, **o: [hvd.allreduce(a, **o), hvd.allreduce(b, **o)]),
+    "allreduce Sum": Collective(
+        once,
+        lambda a, b, **o: [hvd.allreduce(a, op=hvd.Sum, **o), hvd.allreduce(b, op=hvd.Sum, **o)],
+    ),
+    "allreduce scaled": Collective(once, lambda a, b, **o: [hvd.allreduce(a * a, **SCALED, **o)]),
+    "allreduce fp16": Collective(
+        once, lambda a, b, **o: [hvd.allreduce(a.t(), op=hvd.Sum, **HALF, **o)]
+    ),
+    "allreduce bf16": Collective(
+        once, lambda a, b, **o: [hvd.allreduce(a, op=hvd.Sum, **BRAIN, **o)]
+    ),
+    "grouped_allreduce": Collective(once, lambda a, b, **o: hvd.grouped_allreduce([a, b], **o)),
+    "grouped_allreduce scaled": Collective(
+        once, lambda a, b, **o: hvd.grouped_allreduce([a, b * b], op=hvd.Sum, **SCALED, **o)
+    ),
+    "grouped_allreduce fp16": Collective(
+        once, lambda a, b, **o: hvd.grouped_allreduce([b, a], op=hvd.Sum, **HALF, **o)
+    ),
+    "allgather": Collective(
+        mean, lambda a, b, **o: [hvd.allgather(a, **o), hvd.allgather(b[: hvd.rank()], **o)]
+    ),
+    "grouped_allgather": Collective(
+        mean, lambda a, b, **o: hvd.grouped_allgather([a, b[: hvd.rank() + 1]], **o)
+    ),
+    "broadcast": Collective(
+        mean, lambda a, b, **o: [hvd.broadcast(a, 0, **o), hvd.broadcast(b, root_of(o), **o)]
+    ),
+    "alltoall": Collective(
+        once, lambda a, b, **o: [hvd.alltoall(a, **o), hvd.alltoall(b, splits(o), **o)[0]]
+    ),
+    "reducescatter": Collective(
+        times_size,
+        lambda a, b, **o: [hvd.reducescatter(a, **o), hvd.reducescatter(b, op=hvd.Sum, **o)],
+    ),
+    "reducescatter scaled": Collective(
+        times_size, lambda a, b, **o: [hvd.reducescatter(a, op=hvd.Sum, **SCALED, **o)]
+    ),
+    "reducescatter fp16": Collective(
+        times_size, lambda a, b, **o: [hvd.reducescatter(a, op=hvd.Sum, **HALF, **o)]
+    ),
+    "grouped_reducescatter": Collective(
+        times_size, lambda a, b, **o: hvd.grouped_reducescatter([a, b], **o)
+    ),
+    "grouped_reducescatter scaled": Collective(
+        times_size, lambda a, b, **o: hvd.grouped_reducescatter([a, b], op=hvd.Sum, **SCALED, **o)
+    ),
+}
+
+
+def root_of(options: dict[str, Any]) -> int:
+    return int(options["process_set"].ranks[-1])
+
+
+def numerical(
+    loss: Callable[..., torch.Tensor], tensors: list[torch.Tensor], process_set: hvd.ProcessSet
+) -> list[torch.Tensor]:
+    """How the sum of all members' losses changes with each element of this rank's tensors.
+
+    By central differences one apart, exact for functions of degree two.
+    """
+    mine: list[torch.Tensor] = []
+    for member in process_set.ranks or ():
+        for i, tensor in enumerate(tensors):
+            changes = torch.zeros(tensor.numel(), dtype=torch.float64)
+            for element in range(tensor.numel()):
+                for sign in (1, -1):
+                    moved = [other.detach().clone() for other in tensors]
+                    moved[i].view(-1)[element] += sign * (member == hvd.rank())
+                    changes[element] += sign * loss(moved).item() / 2
+            total = hvd.allreduce(changes, op=hvd.Sum, process_set=process_set)
+            if member == hvd.rank():
+                mine.append(total.view_as(tensor))
+    return mine
+
+
+@pytest.mark.np(1, 2, 3)
+def test_gradients_are_the_numerical_ones_by_the_stated_rule() -> None:
+    world = hvd.global_process_set
+    pair = hvd.add_process_set([0, 2]) if hvd.size() == 3 else world
+    for process_set in [world, pair] if pair is not world else [world]:
+        if hvd.rank() not in (process_set.ranks or ()):
+            continue
+        n = process_set.size()
+        generator = torch.Generator().manual_seed(hvd.rank())
+        rows = n * (n + 1) // 2 + 1  # as `splits` has it
+        for name, collective in LINEAR.items():
+
+            def whole(*shape: int, given: torch.Generator = generator) -> torch.Tensor:
+                # small whole numbers: differences and 16-bit floats are exact
+                return torch.randint(-4, 5, shape, generator=given).double()
+
+            tensors = [whole(2 * n), whole(rows)]
+            options = {"process_set": process_set}
+            weights = [whole(*output.shape) for output in collective.run(*tensors, **options)]
+
+            def loss(
+                given: list[torch.Tensor],
+                run: Callable[..., Any] = collective.run,
+                weights: list[torch.Tensor] = weights,
+                options: dict[str, Any] = options,
+            ) -> torch.Tensor:
+                outputs = run(*given, **options)
+                return sum(
+                    ((w * output).sum() for w, output in zip(weights, outputs, strict=True)),
+                    torch.zeros((), dtype=torch.float64),
+                )
+
+            leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+            grads = torch.autograd.grad(loss(leaves), leaves, materialize_grads=True)
+            wanted = numerical(loss, tensors, process_set)
+            for actual, want in zip(grads, wanted, strict=True):
+                message = f"{name} in {process_set}: {actual} is not {want} by the rule"
+                torch.testing.assert_close(
+                    actual, collective.rule(n) * want, rtol=1e-6, atol=1e-6, msg=message
+                )
+    if pair is not world:
+        hvd.remove_process_set(pair)
+
+
+@pytest.mark.np(2, 3)
+def test_other_reductions_reduce_the_gradient_alike() -> None:
+    w = weights(4, 3)
+    stack = torch.stack(w)
+    for op, wanted in (
+        (hvd.Min, stack.amin(0)),
+        (hvd.Max, stack.amax(0)),
+        (hvd.Product, stack.prod(0)),
+    ):
+        x = leaf(4, 3)
+        close(gradient(hvd.allreduce(x, op=op), x, w[hvd.rank()]), wanted)
+        close(gradient(hvd.grouped_allreduce([x], op=op)[0], x, w[hvd.rank()]), wanted)
 
 
 @pytest.mark.np(1, 2, 3)

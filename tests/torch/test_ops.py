@@ -212,23 +212,6 @@ def test_inputs_live_as_long_as_they_are_needed() -> None:
         assert torch.equal(result, torch.full_like(result, 2 * i if result.dim() == 1 else i))
 
 
-@pytest.mark.np(2)
-def test_join_lets_others_go_on() -> None:
-    for round_ in range(3):
-        steps = 3 + 2 * (hvd.rank() == (round_ + 1) % 2)
-        for step in range(steps):
-            alone = step >= 3
-            one = torch.ones(4)
-            same(hvd.allreduce(one, name=f"step.{step % 2}"), one * (0.5 if alone else 1))
-            half = torch.ones(4, dtype=torch.float16)
-            same(hvd.allreduce(one, op=hvd.Sum), one * (1 if alone else 2))
-            results = hvd.grouped_allreduce([half, one], name=f"pair.{step % 2}", op=hvd.Sum)
-            same(results[0], half * (1 if alone else 2))
-            same(results[1], one * (1 if alone else 2))
-        assert hvd.join() == (round_ + 1) % 2
-        same(hvd.allreduce(torch.ones(4), op=hvd.Sum), torch.full((4,), 2.0))
-
-
 @pytest.mark.np(3)
 def test_barrier_and_process_sets() -> None:
     pair = hvd.add_process_set([0, 2])

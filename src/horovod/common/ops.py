@@ -145,10 +145,9 @@ class _Calls:
         with self.lock:
             return next(self.unnamed.setdefault((process_set, prefix), itertools.count(1)))
 
-    def renumber(self, process_set: int) -> None:
+    def renumber(self) -> None:
         with self.lock:
-            for key in [key for key in self.unnamed if key[0] == process_set]:
-                del self.unnamed[key]
+            self.unnamed.clear()
 
     def add(self, pending: _Pending) -> int:
         with self.lock:
@@ -446,6 +445,7 @@ def join(process_set: ProcessSet) -> int:
     with Call(JOIN, None, process_set) as call:
         handle = call.submit((), lambda result: int(result.value))
     last = int(synchronize(handle))
-    # Nothing is in flight now, and ranks may have made different numbers of calls: match anew.
-    _calls.renumber(0)
+    # Nothing is in flight now, and ranks may have made different numbers of calls, also in smaller
+    # sets: match anew.
+    _calls.renumber()
     return last

@@ -258,7 +258,10 @@ def _splits(splits: torch.Tensor | Sequence[int] | None) -> tuple[list[int] | No
         return None, torch.device("cpu")
     if not isinstance(splits, torch.Tensor):
         try:
-            splits = torch.tensor([int(rows) for rows in splits], dtype=torch.int32)
+            given = list(splits)
+            splits = torch.tensor([int(rows) for rows in given], dtype=torch.int32)
+            if splits.tolist() != given:  # int() takes texts and cuts fractions off
+                raise ValueError("not whole numbers")
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"splits must be whole numbers of rows, not {splits!r}") from error
     if splits.dtype is not torch.int32:
@@ -311,8 +314,10 @@ def grouped_reducescatter_async(
 def join(device: int = -1) -> int:
     """Says that this rank is out of data, and waits until every rank has said so.
 
-    Until then the others' allreduces go on without this rank's terms, as if it sent zeros: Average
-    still divides by the full size. Any other collective of theirs fails.
+    Until then the others' allreduces go on without this rank's terms: for Sum as if it sent zeros,
+    and Average still divides by the full size; Min, Max and Product are those of the others' terms.
+    Any other collective of theirs fails, unless ``HOROVOD_JOIN_ALL_OPS=1`` was set for `init`: then
+    they all leave this rank out, which sends no rows, and only a broadcast from it fails.
 
     Args:
         device: kept for compatibility; nothing is made on it.

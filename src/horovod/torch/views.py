@@ -78,11 +78,24 @@ def to_new(tensor: torch.Tensor) -> Staged:
     return Staged(view, (source, output), lambda _: output)
 
 
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements may share memory: a stride is within the reach of the smaller ones."""
+    reach = 0
+    for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if n > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (n - 1)
+    return False
+
+
 def in_place(tensor: torch.Tensor) -> Staged:
     """For a result that replaces the input."""
     dtype = _dtype(tensor)
-    if any(stride == 0 and n > 1 for stride, n in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise ValueError("an expanded tensor can't be written in place: pass tensor.contiguous()")
+    if not tensor.is_contiguous() and _overlaps(tensor):
+        raise ValueError(
+            "an expanded or overlapping tensor can't be written in place: pass tensor.contiguous()"
+        )
     memory, copied = _row_major(tensor)
     pointer = _pointer(memory)
 
