@@ -2,6 +2,7 @@
 
 ``G`` stands for ``global_process_set``, ``C`` for ``Compression.none``, ``A`` for ``Average``.
 Written from the compatibility text; a default may not change, an argument may not move.
+What follows ``*`` is ours.
 """
 
 from __future__ import annotations
@@ -52,11 +53,12 @@ SIGNATURES = {
     "synchronize": "handle",
     "DistributedOptimizer": "optimizer, named_parameters=None, compression=C, "
     "backward_passes_per_step=1, op=A, gradient_predivide_factor=1.0, num_groups=0, groups=None, "
-    "sparse_as_dense=False, process_set=G",
-    "broadcast_parameters": "params, root_rank",
-    "broadcast_optimizer_state": "optimizer, root_rank, model=None",
+    "sparse_as_dense=False, process_set=G, "
+    "*, skip_unused_parameters=False",
+    "broadcast_parameters": "params, root_rank, *, process_set=G",
+    "broadcast_optimizer_state": "optimizer, root_rank, model=None, *, process_set=G",
     "broadcast_object": "obj, root_rank=0, name=None, process_set=G",
-    "allgather_object": "obj, name=None",
+    "allgather_object": "obj, name=None, *, process_set=G",
     "metric_average": "metrics, weight=1, process_set=G, name=None",
     "shard_dataset": "dataset, shuffle=False, seed=0, process_set=G",
     "scatter_dataset": "dataset, root_rank=0, shuffle=False, seed=0, process_set=G",

@@ -24,7 +24,9 @@ WORDS = {id(hvd.global_process_set): "G", id(hvd.Compression.none): "C", id(hvd.
 def signature(name: str) -> str:
     parts = []
     for parameter in inspect.signature(getattr(hvd, name)).parameters.values():
-        assert parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parts:
+            parts.append("*")
+        assert parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         default = parameter.default
         if default is parameter.empty:
             parts.append(parameter.name)
