@@ -33,8 +33,14 @@ class FakeEngine:
         name.encode(), text.encode()
         self.rejected.append((name, text))
 
-    def remove_process_set(self, number: int) -> int:
+    def remove_process_set(self, number: int, site: int) -> int:
         return self.submit()
+
+    def process_sets(self) -> dict[int, list[int]]:
+        return {0: [0, 1], 3: [1]}
+
+    def add_site(self, text: str) -> int:
+        return 1
 
     def wait(self, ticket: int, timeout_s: float) -> bool:
         self.waited_for.set()
@@ -203,7 +209,7 @@ def test_a_removal_that_fails_leaves_the_set_as_it_was(start):
     assert engine is not None
     engine.done.set()
     odd = process_sets.ProcessSet([1])
-    odd.process_set_id = 3
+    odd.process_set_id = odd.uid = 3
     engine.results[1] = result(2, "ranks disagree")
     with pytest.raises(MismatchError):
         process_sets.remove_process_set(odd)

@@ -316,7 +316,7 @@ def _is_text(name: object) -> bool:
 def _set_id(process_set: ProcessSet, what: str) -> int:
     if not isinstance(process_set, ProcessSet):
         raise TypeError(f"{what}: process_set must be a ProcessSet, not {process_set!r}")
-    number = process_set.process_set_id
+    number = process_set.uid
     if number == 0:
         return 0
     if number is None or process_set.ranks is None:

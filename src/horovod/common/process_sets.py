@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -27,6 +29,8 @@ class ProcessSet:
     process_set_id: int | None = None
     ranks: list[int] | None = None
     mpi_comm: Any = None
+    uid: int | None = None
+    """The engine's own number, which no other set of its ever gets."""
 
     def __init__(self, ranks_or_comm: Iterable[int]) -> None:
         if not isinstance(ranks_or_comm, Iterable):
@@ -68,7 +72,7 @@ class ProcessSet:
         return None if self.ranks is None else own in self.ranks
 
     def _invalidate(self) -> None:
-        self.process_set_id = None
+        self.process_set_id = self.uid = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ProcessSet:
         """A set is one of the job's, whoever refers to it."""
@@ -87,7 +91,7 @@ class ProcessSet:
 class _GlobalProcessSet(ProcessSet):
     """All ranks. Its id is always 0; its ranks are known once ``init()`` has run."""
 
-    process_set_id = 0
+    process_set_id = uid = 0
 
     def __init__(self) -> None:
         super().__init__(())
@@ -126,6 +130,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     _check(added, basics.size())
     known = _find(engine, added)
     if known is not None:
+        known = _labels.read(engine)[known]
         raise ValueError(f"the ranks {added.ranks} are process set {known} already")
     _add(engine, added)
     return added
@@ -150,7 +155,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if number is None or process_set is global_process_set:
         return False
     engine = basics.engine()
-    _complete(engine, engine.remove_process_set, number, f"removal of process set {number}")
+    what = f"removal of process set {number}"
+    _complete(engine, engine.remove_process_set, process_set.uid, what)
     process_set._invalidate()  # not before all agreed: after a mismatch the set is still there
     _registrar.forget(process_set)
     return True
@@ -158,7 +164,9 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def ids_and_ranks() -> dict[int, list[int]]:
     """Every registered set, also those that other code registered: ids and their ranks."""
-    return {int(k): list(v) for k, v in basics.engine().process_sets().items()}
+    engine = basics.engine()
+    ranks = engine.process_sets()
+    return dict(sorted((label, list(ranks[uid])) for uid, label in _labels.read(engine).items()))
 
 
 def _check(process_set: ProcessSet, size: int) -> None:
@@ -181,22 +189,62 @@ def _find(engine: Any, process_set: ProcessSet) -> int | None:
 def _add(engine: Any, process_set: ProcessSet) -> None:
     what = f"process set {process_set.ranks}"
     try:
-        number = _complete(engine, engine.add_process_set, process_set.ranks, what)
+        uid = _complete(engine, engine.add_process_set, process_set.ranks, what)
     except MismatchError as error:
         raise ValueError(str(error)) from error
-    process_set.process_set_id = number
-    _registrar.remember(process_set)
+    _registrar.remember(process_set, uid, _labels.read(engine)[uid])
 
 
 def _complete(engine: Any, call: Callable[[Any, int], int], argument: Any, what: str) -> int:
-    """Makes one of the engine's calls and waits for its result."""
-    try:
-        ticket = call(argument, Sites(engine.add_site).here())
-    except basics.Failure as failure:
-        raise basics.translated(failure, what) from None
-    result = basics.result_of(engine, ticket, what)
+    """Makes one of the engine's calls and waits for its result.
+
+    One at a time: labels are given in the order of the calls, which is the same on every rank.
+    """
+    with _changing:
+        _labels.read(engine)  # also what a wait that was interrupted has changed
+        try:
+            ticket = call(argument, Sites(engine.add_site).here())
+        except basics.Failure as failure:
+            raise basics.translated(failure, what) from None
+        result = basics.result_of(engine, ticket, what)
+        _labels.read(engine)
     assert result is not None  # no other thread knows the ticket
     return int(result.value)
+
+
+_changing = threading.Lock()
+
+
+class _Labels:
+    """The ids that users see: small numbers, those of removed sets again, the oldest first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._engine: Any = None
+
+    def forget(self) -> None:
+        """The engine has ended."""
+        with self._lock:
+            self._engine = None
+
+    def read(self, engine: Any) -> dict[int, int]:
+        """By the engine's numbers. The same on every rank, if it is read after each change."""
+        with self._lock:
+            if self._engine is not engine:
+                self._engine = engine
+                self._labels: dict[int, int] = {}
+                self._free: deque[int] = deque()
+            known = engine.process_sets()
+            for uid in [uid for uid in self._labels if uid not in known]:
+                self._free.append(self._labels.pop(uid))
+            for uid in sorted(known):
+                if uid not in self._labels:
+                    fresh = not self._free
+                    self._labels[uid] = len(self._labels) if fresh else self._free.popleft()
+            return dict(self._labels)
+
+
+_labels = _Labels()
 
 
 class _Registrar:
@@ -205,7 +253,8 @@ class _Registrar:
     def __init__(self) -> None:
         self._bound: list[ProcessSet] = []
 
-    def remember(self, process_set: ProcessSet) -> None:
+    def remember(self, process_set: ProcessSet, uid: int, label: int) -> None:
+        process_set.uid, process_set.process_set_id = uid, label
         if all(known is not process_set for known in self._bound):
             self._bound.append(process_set)
 
@@ -234,16 +283,15 @@ class _Registrar:
         flaws = []
         taken = {0}
         for index, process_set in enumerate(sets):
-            number = _find(engine, process_set)
-            if number in taken:
+            uid = _find(engine, process_set)
+            if uid in taken:
                 process_set._invalidate()
                 flaws.append(
                     f"process_sets[{index}] has the ranks {process_set.ranks}, as process set "
-                    f"{number} has"
+                    f"{_labels.read(engine)[uid]} has"
                 )
-            elif number is not None:
-                process_set.process_set_id = number
-                self.remember(process_set)
+            elif uid is not None:
+                self.remember(process_set, uid, _labels.read(engine)[uid])
             elif fresh:
                 _add(engine, process_set)
             else:
@@ -251,8 +299,8 @@ class _Registrar:
                     f"process_sets[{index}], {process_set.ranks}, was not registered by the first "
                     f"init(); use add_process_set()"
                 )
-            if process_set.process_set_id is not None:
-                taken.add(process_set.process_set_id)
+            if process_set.uid is not None:
+                taken.add(process_set.uid)
         if flaws:
             raise ValueError("; ".join(flaws))
 
@@ -260,6 +308,7 @@ class _Registrar:
         for process_set in self._bound:
             process_set._invalidate()
         self._bound = []
+        _labels.forget()
 
 
 _registrar = _Registrar()
