@@ -162,6 +162,15 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
+def registered(number: int) -> ProcessSet:
+    """The process's object of a registered set, for code that can only carry its id.
+
+    Raises:
+        ValueError: no set has this id, or other code registered it.
+    """
+    return _registrar.find(number)
+
+
 def ids_and_ranks() -> dict[int, list[int]]:
     """Every registered set, also those that other code registered: ids and their ranks."""
     engine = basics.engine()
@@ -260,6 +269,12 @@ class _Registrar:
 
     def forget(self, process_set: ProcessSet) -> None:
         self._bound = [known for known in self._bound if known is not process_set]
+
+    def find(self, number: int) -> ProcessSet:
+        for process_set in (global_process_set, *self._bound):
+            if process_set.process_set_id == number:
+                return process_set
+        raise ValueError(f"no process set has the id {number}: see init() and add_process_set()")
 
     def check(self, sets: Sequence[Any], size: int) -> list[list[int]]:
         ranks = []

@@ -1,4 +1,4 @@
-"""The synchronous collectives that give new tensors, and their gradients.
+"""The synchronous collectives that give new tensors and have gradients.
 
 They must not know how data travels. All members of ``process_set`` must make the call, with the
 same name; calls without one match in the order they are made. The order of results follows the
@@ -7,95 +7,120 @@ ranks of the set, the root is a global rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from horovod.common import basics, ops
 from horovod.common.compression import NoneCompressor, bound
-from horovod.common.ops import Call, ReduceOp, reduce_op, synchronize
+from horovod.common.ops import Call, reduce_op
 from horovod.common.process_sets import ProcessSet, global_process_set
-from horovod.torch.ops import (
-    Average,
-    Compressing,
-    Sum,
-    Tensors,
-    alltoall_async,
-    broadcast_async,
-    submit,
+from horovod.torch import library
+from horovod.torch.collectives import (
+    ALLGATHER,
+    ALLREDUCE,
+    ALLTOALL,
+    BROADCAST,
+    REDUCESCATTER,
+    Collective,
 )
-from horovod.torch.views import to_engine, to_new
+from horovod.torch.ops import Average, Compressing, Tensors
+
+
+@dataclass
+class _Past:
+    """See `collectives.Past`; must not refer to the call, which would keep an engine alive."""
+
+    process_set: ProcessSet
+    grouped: bool
+    rows: list[int]
+    received: Sequence[torch.Tensor] = ()
+
+    def call(self, row: Collective, tensors: Tensors, *arguments: Any) -> Tensors:
+        with Call(row.op, None, self.process_set, grouped=self.grouped) as call:
+            return _run(row, call, tensors, *arguments)
 
 
 class _Differentiable(torch.autograd.Function):
-    """Any collective: ``run`` makes outputs, ``gradient`` the tensors' gradients of theirs."""
+    """Any collective, run eagerly."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        run: Callable[[Tensors], Tensors],
-        gradient: Callable[[Tensors], Tensors],
-        *tensors: torch.Tensor,
+        ctx: Any, row: Collective, call: Call, arguments: Any, *tensors: torch.Tensor
     ) -> Any:
-        ctx.gradient = gradient
-        return tuple(run(tensors))
+        outputs = tuple(row.run(call, tensors, *arguments))
+        _Differentiable.remember(ctx, row, call, arguments, tensors, outputs)
+        return outputs
+
+    @staticmethod
+    def remember(
+        ctx: Any, row: Collective, call: Call, arguments: Any, tensors: Tensors, outputs: Tensors
+    ) -> None:
+        ctx.row, ctx.arguments = row, arguments
+        ctx.past = _Past(call.process_set, call.grouped, library.rows_of(tensors))
+        if row.keeps:
+            ctx.save_for_backward(*outputs[1:])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return (None, None, *ctx.gradient(grads))
+        ctx.past.received = ctx.saved_tensors
+        return (None, None, None, *ctx.row.gradient(ctx.past, grads, *ctx.arguments))
 
 
-def _differentiable(
-    run: Callable[[Tensors], Tensors], gradient: Callable[[Tensors], Tensors], tensors: Tensors
-) -> Tensors:
-    if not (torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)):
-        return run(tensors)
-    outputs: Tensors = _Differentiable.apply(run, gradient, *tensors)  # type: ignore[no-untyped-call]
-    return outputs
+class _Transformable(_Differentiable):
+    """The same in the form that torch.func needs, which takes longer to call."""
 
+    @staticmethod
+    def forward(row: Collective, call: Call, arguments: Any, *tensors: torch.Tensor) -> Any:  # type: ignore[override]
+        return tuple(row.run(call, tensors, *arguments))
 
-def _outputs(handle: int, grouped: bool) -> Tensors:
-    result = synchronize(handle)
-    return tuple(result) if grouped else (result,)
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        row, call, arguments, *tensors = inputs
+        _Differentiable.remember(ctx, row, call, arguments, tensors, output)
 
 
 # What follows runs inside the `with` of the call, so that a failure here reaches the other ranks.
-# A gradient must not refer to the call, which would keep an engine for as long as the graph.
+
+
+def _call(
+    row: Collective, name: str | None, process_set: ProcessSet, grouped: bool = False
+) -> Call | library.TracedCall:
+    kind = library.TracedCall if library.is_tracing() else Call
+    return kind(row.op, name, process_set, grouped=grouped)
+
+
+def _run(
+    row: Collective, call: Call | library.TracedCall, tensors: Tensors, *arguments: Any
+) -> Tensors:
+    """Runs the collective, for tensors that want gradients so that they get them."""
+    if isinstance(call, library.TracedCall):
+        return call.run(row, tensors, *arguments)
+    if torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors):
+        transformed = torch._C._are_functorch_transforms_active()
+        function = _Transformable if transformed else _Differentiable
+        outputs: Tensors = function.apply(row, call, arguments, *tensors)  # type: ignore[no-untyped-call]
+        return outputs
+    return row.run(call, tensors, *arguments)
 
 
 def _compressed(
-    call: Call, compression: Compressing, tensors: Tensors, run: Callable[[Tensors], Tensors]
+    row: Collective,
+    call: Call | library.TracedCall,
+    compression: Compressing,
+    tensors: Tensors,
+    *arguments: Any,
 ) -> list[torch.Tensor]:
     """Runs the call on compressed tensors; those of calls without a name bind by place alone."""
     name = call.op.name if call.unnamed else call.name
     bindings = [bound(compression, f"{name}.{i}") for i in range(len(tensors))]
     packed = [one.compress(tensor) for one, tensor in zip(bindings, tensors, strict=True)]
-    outputs = run([tensor for tensor, _ in packed])
+    outputs = _run(row, call, [tensor for tensor, _ in packed], *arguments)
     return [
         one.decompress(tensor, context)
         for one, tensor, (_, context) in zip(bindings, outputs, packed, strict=True)
     ]
-
-
-def _allreduce(
-    call: Call,
-    tensors: Tensors,
-    compression: Compressing,
-    op: ReduceOp,
-    scales: tuple[float, float],
-) -> list[torch.Tensor]:
-    grouped, process_set = call.grouped, call.process_set
-    options: dict[str, Any] = {"reduce_op": op, "prescale": scales[0], "postscale": scales[1]}
-
-    def run(tensors: Tensors) -> Tensors:
-        return _outputs(submit(call, tensors, to_new, **options), grouped)
-
-    def gradient(grads: Tensors) -> Tensors:
-        with Call(ops.ALLREDUCE, None, process_set, grouped=grouped) as back:
-            return _allreduce(back, grads, NoneCompressor, op, scales)
-
-    return _compressed(call, compression, tensors, lambda t: _differentiable(run, gradient, t))
 
 
 def allreduce(
@@ -133,9 +158,10 @@ def allreduce(
         ValueError: an argument is wrong here, or the name is in flight already.
         HorovodInternalError: members disagree, a peer is lost, or the engine isn't running.
     """
-    scales = (prescale_factor, postscale_factor)
-    with Call(ops.ALLREDUCE, name, process_set) as call:
-        return _allreduce(call, [tensor], compression, reduce_op(op, average), scales)[0]
+    with _call(ALLREDUCE, name, process_set) as call:
+        choose = library.reduce_op if isinstance(call, library.TracedCall) else reduce_op
+        scaled = (choose(op, average), prescale_factor, postscale_factor)
+        return _compressed(ALLREDUCE, call, compression, [tensor], *scaled)[0]
 
 
 def grouped_allreduce(
@@ -163,33 +189,10 @@ def grouped_allreduce(
     Returns:
         New tensors, in the order of `tensors`.
     """
-    scales = (prescale_factor, postscale_factor)
-    with Call(ops.ALLREDUCE, name, process_set, grouped=True) as call:
-        return _allreduce(call, list(tensors), compression, reduce_op(op, average), scales)
-
-
-def _mean(grads: Tensors, grouped: bool, process_set: ProcessSet) -> list[torch.Tensor]:
-    with Call(ops.ALLREDUCE, None, process_set, grouped=grouped) as call:
-        return _allreduce(call, grads, NoneCompressor, Average, (1.0, 1.0))
-
-
-def _allgather(call: Call, tensors: Tensors) -> Tensors:
-    grouped, process_set = call.grouped, call.process_set
-
-    def run(tensors: Tensors) -> Tensors:
-        return _outputs(submit(call, tensors, to_engine), grouped)
-
-    def gradient(grads: Tensors) -> Tensors:
-        means = _mean(grads, grouped, process_set)
-        mine = torch.tensor([[tensor.shape[0] for tensor in tensors]])
-        rows = allgather(mine, process_set=process_set)
-        starts = rows[: ops.index(process_set)].sum(0).tolist()
-        return [
-            mean.narrow(0, start, count)
-            for mean, start, count in zip(means, starts, mine[0].tolist(), strict=True)
-        ]
-
-    return _differentiable(run, gradient, tensors)
+    with _call(ALLREDUCE, name, process_set, grouped=True) as call:
+        choose = library.reduce_op if isinstance(call, library.TracedCall) else reduce_op
+        scaled = (choose(op, average), prescale_factor, postscale_factor)
+        return _compressed(ALLREDUCE, call, compression, list(tensors), *scaled)
 
 
 def allgather(
@@ -213,16 +216,16 @@ def allgather(
             already.
         HorovodInternalError: members disagree, a peer is lost, or the engine isn't running.
     """
-    with Call(ops.ALLGATHER, name, process_set) as call:
-        return _allgather(call, [tensor])[0]
+    with _call(ALLGATHER, name, process_set) as call:
+        return _run(ALLGATHER, call, [tensor], None)[0]
 
 
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[torch.Tensor, ...]:
     """Gathers several tensors as one call; otherwise as `allgather`."""
-    with Call(ops.ALLGATHER, name, process_set, grouped=True) as call:
-        return tuple(_allgather(call, list(tensors)))
+    with _call(ALLGATHER, name, process_set, grouped=True) as call:
+        return tuple(_run(ALLGATHER, call, list(tensors), None))
 
 
 def broadcast(
@@ -249,15 +252,8 @@ def broadcast(
         ValueError: an argument is wrong here, or the name is in flight already.
         HorovodInternalError: members disagree, a peer is lost, or the engine isn't running.
     """
-
-    def run(tensors: Tensors) -> Tensors:
-        return (synchronize(broadcast_async(tensors[0], root_rank, name, process_set)),)
-
-    def gradient(grads: Tensors) -> Tensors:
-        means = _mean(grads, False, process_set)
-        return means if basics.rank() == root_rank else [torch.zeros_like(mean) for mean in means]
-
-    return _differentiable(run, gradient, [tensor])[0]
+    with _call(BROADCAST, name, process_set) as call:
+        return _run(BROADCAST, call, [tensor], root_rank)[0]
 
 
 def alltoall(
@@ -286,42 +282,11 @@ def alltoall(
         ValueError: an argument is wrong here, or the name is in flight already.
         HorovodInternalError: members disagree, a peer is lost, or the engine isn't running.
     """
-    received: list[torch.Tensor] = []
-
-    def run(tensors: Tensors) -> Tensors:
-        output, rows = synchronize(alltoall_async(tensors[0], splits, name, process_set))
-        received.append(rows)
-        return (output,)
-
-    def gradient(grads: Tensors) -> Tensors:
-        back, _ = alltoall(grads[0], received[0], process_set=process_set)
-        unsent = back.new_zeros((tensor.shape[0] - back.shape[0], *back.shape[1:]))
-        return (torch.cat([back, unsent]) if len(unsent) else back,)
-
-    output = _differentiable(run, gradient, [tensor])[0]
-    return output if splits is None else (output, received[0])
-
-
-def _reducescatter(
-    call: Call,
-    tensors: Tensors,
-    compression: Compressing,
-    op: ReduceOp,
-    scales: tuple[float, float],
-) -> list[torch.Tensor]:
-    grouped, process_set = call.grouped, call.process_set
-    options: dict[str, Any] = {"reduce_op": op, "prescale": scales[0], "postscale": scales[1]}
-
-    def run(tensors: Tensors) -> Tensors:
-        return _outputs(submit(call, tensors, to_engine, **options), grouped)
-
-    def gradient(grads: Tensors) -> Tensors:
-        size = ops.members(process_set) if op is Sum else 1
-        scale = size * scales[0] * scales[1]
-        with Call(ops.ALLGATHER, None, process_set, grouped=grouped) as back:
-            return [grad * scale for grad in _allgather(back, grads)]
-
-    return _compressed(call, compression, tensors, lambda t: _differentiable(run, gradient, t))
+    with _call(ALLTOALL, name, process_set) as call:
+        if isinstance(call, library.TracedCall) and isinstance(splits, (list, tuple)):
+            splits = torch.tensor(splits, dtype=torch.int32)
+        output, received = _run(ALLTOALL, call, [tensor], splits, None)
+    return output if splits is None else (output, received)
 
 
 def reducescatter(
@@ -356,9 +321,10 @@ def reducescatter(
         HorovodInternalError: `op` is another one, members disagree, a peer is lost, or the engine
             isn't running.
     """
-    scales = (prescale_factor, postscale_factor)
-    with Call(ops.REDUCESCATTER, name, process_set) as call:
-        return _reducescatter(call, [tensor], compression, reduce_op(op, None), scales)[0]
+    with _call(REDUCESCATTER, name, process_set) as call:
+        choose = library.reduce_op if isinstance(call, library.TracedCall) else reduce_op
+        scaled = (choose(op, None), prescale_factor, postscale_factor)
+        return _compressed(REDUCESCATTER, call, compression, [tensor], *scaled)[0]
 
 
 def grouped_reducescatter(
@@ -371,6 +337,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Reduces and scatters several tensors as one call; otherwise as `reducescatter`."""
-    scales = (prescale_factor, postscale_factor)
-    with Call(ops.REDUCESCATTER, name, process_set, grouped=True) as call:
-        return _reducescatter(call, list(tensors), compression, reduce_op(op, None), scales)
+    with _call(REDUCESCATTER, name, process_set, grouped=True) as call:
+        choose = library.reduce_op if isinstance(call, library.TracedCall) else reduce_op
+        scaled = (choose(op, None), prescale_factor, postscale_factor)
+        return _compressed(REDUCESCATTER, call, compression, list(tensors), *scaled)

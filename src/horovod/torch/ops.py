@@ -242,14 +242,21 @@ def alltoall_async(
 ) -> int:
     """As `alltoall`, but gives a handle at once; `synchronize` always gives the tuple."""
     with Call(ops.ALLTOALL, name, process_set) as call:
-        staged = to_engine(tensor)
-        sent, device = _splits(splits)
+        return submit_alltoall(call, tensor, splits)
 
-        def finish(result: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            rows = torch.tensor(result.splits, dtype=torch.int32, device=device)
-            return staged.finish(result.outputs[0]), rows
 
-        return call.submit([staged.view], finish, keep=staged, splits=sent)
+def submit_alltoall(
+    call: Call, tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None
+) -> int:
+    """Submits an alltoall; its result is the tuple of the output and the received splits."""
+    staged = to_engine(tensor)
+    sent, device = _splits(splits)
+
+    def finish(result: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = torch.tensor(result.splits, dtype=torch.int32, device=device)
+        return staged.finish(result.outputs[0]), rows
+
+    return call.submit([staged.view], finish, keep=staged, splits=sent)
 
 
 def _splits(splits: torch.Tensor | Sequence[int] | None) -> tuple[list[int] | None, torch.device]:
