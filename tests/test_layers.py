@@ -31,7 +31,7 @@ COMMON = [
     ["ops"],
     ["objects", "elastic"],
 ]
-ADAPTERS = {"torch", "tensorflow", "keras", "jax", "numpy"}
+ADAPTERS = {"torch", "tensorflow", "keras", "jax", "numpy", "data"}  # data is for all frameworks
 ADAPTER_EXCEPTIONS = {("keras", "tensorflow")}
 RUNNER_MAY_IMPORT = {"exceptions", "config", "store"}
 CORE_OWNERS = {"common.basics", "common.mpi"}
@@ -418,6 +418,7 @@ PYTHON_CASES = [
     ("torch.ops", "import horovod.runner.launch"),
     ("torch.ops", "from horovod._core import Engine"),
     ("torch.ops", "import tensorflow"),
+    ("data.__init__", "import torch"),
     ("tensorflow.__init__", "import horovod.keras"),
     ("utils", ""),
     ("__init__", "from horovod.torch import allreduce"),
