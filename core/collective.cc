@@ -42,19 +42,22 @@ void check_tensor(const Tensor& t) {
   if (t.in == nullptr && !empty) invalid("a tensor without memory");
 }
 
+std::shared_ptr<std::byte> new_memory(uint64_t bytes, std::string_view what, OpKind kind) {
+  constexpr std::align_val_t alignment{kAlignment};
+  // At least one line, so that an empty output has an address too.
+  void* memory = ::operator new(std::max<uint64_t>(bytes, kAlignment), alignment, std::nothrow);
+  if (memory == nullptr) {
+    throw Error(ErrorKind::Resource, "no memory for " + std::string(what) + " of " +
+                                         std::to_string(bytes) + " bytes (" +
+                                         std::string(info(kind).name) + ")");
+  }
+  return {static_cast<std::byte*>(memory), [](std::byte* p) { ::operator delete(p, alignment); }};
+}
+
 std::byte* allocate(Arguments& call, const Tensor& like, Shape shape) {
   Output output{.data = {}, .bytes = 0, .dtype = like.dtype, .shape = std::move(shape)};
   output.bytes = count_of(output.shape) * info(like.dtype).size;
-  constexpr std::align_val_t alignment{kAlignment};
-  // At least one line, so that an empty output has an address too.
-  void* memory =
-      ::operator new(std::max<uint64_t>(output.bytes, kAlignment), alignment, std::nothrow);
-  if (memory == nullptr) {
-    throw Error(ErrorKind::Resource, "no memory for an output of " + std::to_string(output.bytes) +
-                                         " bytes (" + std::string(info(call.kind).name) + ")");
-  }
-  output.data = std::shared_ptr<std::byte>(static_cast<std::byte*>(memory),
-                                           [](std::byte* p) { ::operator delete(p, alignment); });
+  output.data = new_memory(output.bytes, "an output", call.kind);
   call.outputs.push_back(output);
   return output.data.get();
 }
@@ -81,6 +84,11 @@ View view(std::vector<int64_t>& numbers, size_t first, size_t count) {
           DType::Int64};
 }
 
+View view(std::vector<double>& numbers, size_t first, size_t count) {
+  return {reinterpret_cast<std::byte*>(numbers.data() + first), count * sizeof(double),
+          DType::Float64};
+}
+
 }  // namespace
 
 void check_arguments(const Arguments& call, std::span<const int32_t> members) {
@@ -90,7 +98,9 @@ void check_arguments(const Arguments& call, std::span<const int32_t> members) {
     if (op.needs_rows && t.shape.empty()) {
       invalid("a 0-d tensor has no rows to split or concatenate; give it a first dimension");
     }
-    if (op.reduces && call.op == ReduceOp::Adasum) invalid("Adasum isn't available yet");
+    if (call.kind == OpKind::Reducescatter && call.op == ReduceOp::Adasum) {
+      invalid("Adasum is for allreduce only");
+    }
     if (op.reduces && !reduces(call.op, t.dtype)) {
       invalid(std::string(name_of(call.op)) + " isn't defined for " +
               std::string(info(t.dtype).name) + " tensors");
@@ -138,7 +148,7 @@ Collective::Collective(std::vector<Arguments*> calls, Group group)
 void Collective::start_first_round() {
   switch (calls_.front()->kind) {
     case OpKind::Allreduce:
-      return start_allreduce();
+      return calls_.front()->op == ReduceOp::Adasum ? start_adasum() : start_allreduce();
     case OpKind::Broadcast:
       return start_broadcast();
     case OpKind::Reducescatter:
@@ -334,6 +344,98 @@ void Collective::start_alltoall() {
     call.received_splits[m] = sizes_[r];
   }
   start(alltoall(place(), sent, received), std::move(in), std::move(out));
+}
+
+// Adasum (see adasum.h). Every rank owns one chunk of each tensor, as even as elements allow, and
+// gets everybody's values of it: an alltoall, (n-1)/n x bytes each way. For each level of the tree,
+// log2(n) of them, all compute the products on their chunks and tell them to all: three doubles a
+// pair and tensor. Then each has the same factors, computes its chunks of the results and sends
+// them to all: (n-1)/n x bytes each way again. Chunks depend on a tensor's count alone, not on its
+// company, so its result doesn't either.
+void Collective::start_adasum() {
+  const auto n = static_cast<size_t>(place().size), self = static_cast<size_t>(place_);
+  std::vector<Adasum::Chunk> chunks;
+  std::vector<std::vector<View>> in(n), results(n);
+  std::vector<uint64_t> to, from;
+  for (Arguments* call : calls_) {
+    for (const Tensor& t : call->tensors) {
+      std::byte* out = output_of(*call, t, t.shape);
+      const uint64_t size = info(t.dtype).size;
+      for (size_t r = 0; r < n; ++r) {
+        const auto [first, count] = rows_of(static_cast<int64_t>(count_of(t.shape)), r, n);
+        const uint64_t begin = static_cast<uint64_t>(first) * size;
+        const uint64_t bytes = static_cast<uint64_t>(count) * size;
+        in[r].push_back(view(t.in + begin, bytes, t.dtype));
+        results[r].push_back(view(out + begin, bytes, t.dtype));
+        if (r == self) {
+          chunks.push_back({.terms = std::vector<const std::byte*>(n, t.in + begin),
+                            .out = out + begin,
+                            .dtype = t.dtype,
+                            .count = static_cast<uint64_t>(count)});
+        }
+      }
+    }
+  }
+  const uint64_t own = padded(in[self]);
+  scratch_ = new_memory(own * (n - 1), "the scratch of Adasum", OpKind::Allreduce);
+  std::byte* next = scratch_.get();
+  std::vector<View> sent, received;
+  for (size_t r = 0; r < n; ++r) {
+    results_.insert(results_.end(), results[r].begin(), results[r].end());
+    to.push_back(r == self ? 0 : padded(in[r]));
+    from.push_back(r == self ? 0 : own);
+    if (r == self) continue;
+    sent.insert(sent.end(), in[r].begin(), in[r].end());
+    for (size_t i = 0; i < chunks.size(); ++i) {
+      const View& mine = in[self][i];
+      received.push_back(view(next, mine.bytes, mine.dtype));
+      chunks[i].terms[r] = next;
+      next += align_up(mine.bytes);
+    }
+  }
+  adasum_ = std::make_unique<Adasum>(*group_.kernels, std::move(chunks), n);
+  adasum_->scale(calls_.front()->prescale);
+  start(alltoall(place(), to, from), std::move(sent), std::move(received));
+  next_ = &Collective::multiply_adasum;
+}
+
+void Collective::multiply_adasum() {
+  if (adasum_->merged()) {
+    adasum_->scale(calls_.front()->postscale);
+    return combine_adasum();
+  }
+  if (!adasum_->multiply()) {
+    next_ = &Collective::multiply_adasum;
+    return;
+  }
+  const size_t count = adasum_->products().size(), n = group_.contributors.size();
+  products_.resize(n * count);
+  std::vector<View> out;
+  for (size_t r = 0; r < n; ++r) out.push_back(view(products_, r * count, count));
+  const std::vector<uint64_t> chunks(n, align_up(count * sizeof(double)));
+  start(allgather(place(), chunks), {view(adasum_->products(), 0, count)}, std::move(out));
+  next_ = &Collective::merge_adasum;
+}
+
+void Collective::merge_adasum() {
+  adasum_->merge(products_);
+  multiply_adasum();
+}
+
+void Collective::combine_adasum() {
+  if (!adasum_->combine()) {
+    next_ = &Collective::combine_adasum;
+    return;
+  }
+  adasum_.reset();
+  scratch_.reset();
+  const size_t n = group_.contributors.size(), tensors = results_.size() / n;
+  std::vector<uint64_t> chunks;
+  for (size_t r = 0; r < n; ++r) {
+    chunks.push_back(padded(std::span(results_).subspan(r * tensors, tensors)));
+  }
+  const auto own = results_.begin() + static_cast<ptrdiff_t>(static_cast<size_t>(place_) * tensors);
+  start(allgather(place(), chunks), {own, own + static_cast<ptrdiff_t>(tensors)}, results_);
 }
 
 }  // namespace horovod

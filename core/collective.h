@@ -8,6 +8,7 @@
 #include <span>
 #include <vector>
 
+#include "adasum.h"
 #include "algorithms.h"
 #include "mesh.h"
 #include "types.h"
@@ -56,6 +57,7 @@ struct Group {
   int32_t rank = 0;  // own global rank
   uint64_t segment_bytes = 0;
   uint64_t direct_bytes = 0;  // up to this many bytes an allreduce goes direct
+  const Kernels* kernels = nullptr;
 };
 
 // The calls of one entry while they run. They are fused: their tensors are one virtual vector.
@@ -78,6 +80,10 @@ class Collective {
   void start_allgather();
   void exchange_splits();
   void start_alltoall();
+  void start_adasum();
+  void multiply_adasum();
+  void merge_adasum();
+  void combine_adasum();
 
   std::vector<Arguments*> calls_;
   Group group_;
@@ -86,6 +92,13 @@ class Collective {
   bool finished_ = false;
   void (Collective::*next_)() = nullptr;    // what follows the run in flight
   std::vector<int64_t> own_sizes_, sizes_;  // of the first round of gathers and alltoall
+
+  // Of Adasum. The others' values of this rank's chunks: less than what the tensors of the entry
+  // take, freed before their results travel.
+  std::shared_ptr<std::byte> scratch_;
+  std::unique_ptr<Adasum> adasum_;
+  std::vector<double> products_;  // everybody's, of one level
+  std::vector<View> results_;     // chunks of the outputs: of each rank each tensor's
 };
 
 }  // namespace horovod

@@ -45,10 +45,33 @@ using FoldFn = void (*)(const FoldSpec& spec, std::byte* out, std::byte* slot,
 // 2 KiB. The caller issues store_fence() before it publishes.
 using CopyFn = void (*)(std::byte* slot, const std::byte* from, size_t bytes);
 
+// factors[0] * terms[0] + factors[1] * terms[1] + ..., at least one term: element by element, in
+// double, from left to right.
+struct Combination {
+  const std::byte* const* terms = nullptr;
+  const double* factors = nullptr;
+  size_t n = 0;
+};
+
+struct Products {
+  double xy = 0, xx = 0, yy = 0;
+};
+
+// The scalar products of `x` and `y` over `count` elements, in double. The association depends on
+// `count` alone, so equal vectors have equal products. For floats that aren't complex.
+using ProductsFn = Products (*)(DType dtype, const Combination& x, const Combination& y,
+                                size_t count);
+
+// Writes `count` elements of `x`, rounded once, to `out`, which may be one of the terms and else
+// overlaps none. For floats that aren't complex.
+using CombineFn = void (*)(DType dtype, std::byte* out, const Combination& x, size_t count);
+
 struct Kernels {
   std::string_view name;  // "baseline", "avx2", "avx512"
   FoldFn fold;
   CopyFn copy_to_slot;
+  ProductsFn products;
+  CombineFn combine;
 };
 
 // The table for `name` ("auto" = the best this processor has). Throws Error(InvalidArgument) for an

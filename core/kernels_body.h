@@ -499,7 +499,7 @@ template <size_t kIndex>
 constexpr Entry entry() {
   constexpr DType kDType{kIndex / kReduceOps.size()};
   constexpr ReduceOp kOp{kIndex % kReduceOps.size()};
-  if constexpr (!reduces(kOp, kDType)) {
+  if constexpr (!reduces(kOp, kDType) || kOp == ReduceOp::Adasum) {  // that is no fold
     return {};
   } else {
     constexpr DTypeClass kClass = info(kDType).kind;

@@ -69,6 +69,7 @@ class Mesh {
   void begin_pass();
   bool advance(Run& run, bool oldest);  // whether any step was done
   void close() { closed_ = true; }      // the rest of the pass does nothing
+  const Kernels& kernels() const { return kernels_; }
 
  private:
   bool try_step(Run& run, const Step& step, bool oldest);

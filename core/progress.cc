@@ -302,7 +302,8 @@ void Progress::start(Running& running) {
             .contributors = entry.contributors,
             .rank = rank_,
             .segment_bytes = std::min(plan_.segment_bytes, transport_->max_slot_bytes()),
-            .direct_bytes = plan_.direct_bytes});
+            .direct_bytes = plan_.direct_bytes,
+            .kernels = &mesh_.kernels()});
 }
 
 void Progress::finish(Running& running, TimePoint now) {

@@ -71,8 +71,9 @@ constexpr std::string_view name_of(ReduceOp op) { return kReduceOps[static_cast<
 // numbers have no order.
 constexpr bool reduces(ReduceOp op, DType dtype) {
   switch (info(dtype).kind) {
-    case DTypeClass::Integer:
     case DTypeClass::Float:
+      return true;
+    case DTypeClass::Integer:
       return op != ReduceOp::Adasum;
     case DTypeClass::Bool:
       return op != ReduceOp::Adasum && op != ReduceOp::Average;

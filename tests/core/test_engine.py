@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from .engines import (
+    ADASUM,
     ALLGATHER,
     ALLREDUCE,
     ALLTOALL,
@@ -160,7 +161,8 @@ WRONG = {  # calls that are wrong by themselves
     "minimum of complex": call(ALLREDUCE, ones(4, dtype=np.complex64), op=MIN),
     "maximum of complex": call(REDUCESCATTER, ones(4, dtype=np.complex128), op=MAX),
     "not an operation of ours": call(ALLREDUCE, ones(4), op=6),
-    "adasum": call(ALLREDUCE, ones(4), op=2),
+    "adasum of integers": call(ALLREDUCE, ones(4, dtype=np.int32), op=ADASUM),
+    "adasum in a reducescatter": call(REDUCESCATTER, ones(6), op=ADASUM),
     "no tensors": call(ALLREDUCE),
     "root outside": call(BROADCAST, ones(4), root=3),
     "root below": call(BROADCAST, ones(4), root=-1),

@@ -175,7 +175,7 @@ def refusals() -> list[tuple[type[Exception], Callable[[str], object]]]:
         (TypeError, lambda name: hvd.allreduce([1.0], name=name)),
         (ValueError, lambda name: hvd.allreduce(ones.bool(), name=name, op=hvd.Average)),
         (ValueError, lambda name: hvd.allreduce(ones.cfloat(), name=name, op=hvd.Max)),
-        (ValueError, lambda name: hvd.allreduce(ones, name=name, op=hvd.Adasum)),
+        (ValueError, lambda name: hvd.allreduce(ones.int(), name=name, op=hvd.Adasum)),
         (ValueError, lambda name: hvd.allreduce(ones, name=name, op=17)),
         (ValueError, lambda name: hvd.allreduce_(ones, name=name, op=17)),
         (ValueError, lambda name: hvd.allreduce(ones, True, name, op=hvd.Sum)),

@@ -50,3 +50,9 @@ def test_the_synthetic_benchmark() -> None:
     rates = re.findall(r"(rank \d|total on 2 processes): (\d+\.\d+) \+- \d+\.\d+ images/s", output)
     assert [who for who, _ in rates] == ["rank 0", "rank 1", "total on 2 processes"]
     assert all(float(rate) > 0 for _, rate in rates)
+
+
+def test_adasum_beside_average() -> None:
+    losses = re.findall(r"(Adasum|Average): loss (\d\.\d+) after", run(2, "adasum_small_model.py"))
+    assert [name for name, _ in losses] == ["Adasum", "Average"]
+    assert all(float(loss) < 0.2 for _, loss in losses)  # 0.4 before training

@@ -34,6 +34,8 @@ Plot random_plot(Rng& rng, const std::string& name, int32_t size, int64_t larges
   plot.kind = kind < 5 ? kMoving[kind] : kind == 5 ? OpKind::Barrier : OpKind::Allreduce;
   plot.op = kOps[below(rng, 3)];
   plot.dtype = kTypes[below(rng, 3)];
+  const bool adasum = plot.dtype == DType::Float32 && below(rng, 3) == 0;
+  if (adasum && plot.kind == OpKind::Allreduce) plot.op = ReduceOp::Adasum;
   plot.name = name;
   plot.in_place = below(rng, 2) == 0;
   plot.unnamed = below(rng, 8) == 0;
