@@ -180,13 +180,14 @@ class _Distributed(Wrapped):
         self.reducer.restart()  # the next evaluation is a window of its own
         if loss is None or not self.reducer.delays():
             return loss
+        known = isinstance(loss, torch.Tensor)
         mean = allreduce(
-            torch.as_tensor(loss).detach(),
+            loss.detach() if known else torch.tensor(loss, dtype=torch.float64),
             name=f"{self.reducer.prefix}loss",
             op=Average,
             process_set=self.process_set,
         )
-        return mean if isinstance(loss, torch.Tensor) else mean.item()
+        return mean if known else mean.item()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Forgets the gradients, as the wrapped optimizer does; the arguments are its own.

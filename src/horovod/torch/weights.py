@@ -49,7 +49,8 @@ class Weights:
         if self.current is None:
             return gradient.clone()
         self._passes.setdefault(slot.weighed, self.current)
-        return gradient * self.current
+        # A mean over no samples may be NaN.
+        return gradient * self.current if self.current else torch.zeros_like(gradient)
 
     def start(self) -> torch.Tensor:
         """This rank's share of `total`, which it becomes once it is reduced in place."""
