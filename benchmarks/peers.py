@@ -15,12 +15,14 @@ MIB = 1 << 20
 
 
 class Peer(Protocol):
-    """A library that sums float32 tensors over the ranks, in place.
+    """A library that sums float32 tensors over the ranks, in place, or `averages` parallel ones.
 
     `reduce` is one blocking allreduce. `prepare` sees the gradients of a model in the order of its
     parameters, once; `reduce_all` then sums them as a training loop would have it done, the last
     layer first, and returns when all are there.
     """
+
+    averages: bool
 
     def __init__(self, rank: int, size: int, directory: Path) -> None: ...
     def barrier(self) -> None: ...
@@ -33,6 +35,9 @@ class Peer(Protocol):
 class Horovod:
     """Each gradient submitted by itself, as DistributedOptimizer does it; the engine fuses."""
 
+    averages = False
+    op = "Sum"
+
     def __init__(self, rank: int, size: int, directory: Path) -> None:
         import horovod.torch as hvd
 
@@ -44,14 +49,14 @@ class Horovod:
         self.hvd.barrier()
 
     def reduce(self, tensor: torch.Tensor) -> None:
-        self.hvd.allreduce_(tensor, name="one", op=self.hvd.Sum)
+        self.hvd.allreduce_(tensor, name="one", op=getattr(self.hvd, self.op))
 
     def prepare(self, gradients: Sequence[torch.Tensor]) -> None:
         self.gradients = list(enumerate(gradients))[::-1]
 
     def reduce_all(self) -> None:
         handles = [
-            self.hvd.allreduce_async_(gradient, name=f"gradient.{i}", op=self.hvd.Sum)
+            self.hvd.allreduce_async_(gradient, name=f"gradient.{i}", op=getattr(self.hvd, self.op))
             for i, gradient in self.gradients
         ]
         for handle in handles:
@@ -66,11 +71,18 @@ class HorovodGrouped(Horovod):
 
     def reduce_all(self) -> None:
         tensors = [gradient for _, gradient in self.gradients]
-        self.hvd.grouped_allreduce_(tensors, name="all", op=self.hvd.Sum)
+        self.hvd.grouped_allreduce_(tensors, name="all", op=getattr(self.hvd, self.op))
+
+
+class HorovodAdasum(Horovod):
+    averages = True
+    op = "Adasum"
 
 
 class TorchGloo:
     """torch.distributed with its gloo backend; each gradient by itself."""
+
+    averages = False
 
     def __init__(self, rank: int, size: int, directory: Path) -> None:
         import torch.distributed as dist
@@ -133,6 +145,7 @@ class TorchGlooBuckets(TorchGloo):
 PEERS: dict[str, type[Peer]] = {
     "horovod": Horovod,
     "horovod-grouped": HorovodGrouped,
+    "horovod-adasum": HorovodAdasum,
     "torch-gloo": TorchGloo,
     "torch-gloo-buckets": TorchGlooBuckets,
 }
