@@ -42,10 +42,10 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """Whether operations on CUDA tensors can be used: no."""
+    """Whether CUDA devices reduce by themselves: no, their tensors travel through host memory."""
     return False
 
 
 def rocm_built() -> bool:
-    """Whether operations on ROCm tensors can be used: no."""
+    """Whether ROCm devices reduce by themselves: no, their tensors travel through host memory."""
     return False

@@ -3,6 +3,10 @@
 All members of ``process_set`` must make the call, with the same name; calls without one match in
 the order they are made. The order of results follows the ranks of the set, the root is a global
 rank. While a handle is open its tensors belong to the library: don't write or resize them.
+
+A CUDA tensor travels through host memory: submitting it waits until the work that was queued before
+on the current stream of its device is done and the tensor copied. After `synchronize` the result is
+safe for what is queued on the stream that is current then.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import torch
 
 from horovod.common import ops, sites
 from horovod.common.compression import Compressor, NoneCompressor
+from horovod.common.exceptions import HorovodInternalError
 from horovod.common.ops import Call, ReduceOp, reduce_op, synchronize
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.torch.views import Staged, in_place, to_engine, to_new
@@ -39,12 +44,22 @@ def submit(
     """Submits the call's tensor, or its group; `options` are those of `Call.submit`.
 
     Whatever can fail on one rank alone belongs inside the ``with`` of the call, as this does, also
-    making the options: then the other ranks are told.
+    making the options: then the other ranks are told. Waits until tensors of an accelerator have
+    been copied to the host, which is until the device has done what the program queued before.
     """
     staged = [stage(tensor) for tensor in tensors]
     if not staged:
         raise ValueError("the list of tensors is empty")
+    devices = sorted({str(tensor.device) for tensor in tensors})
+    if len(devices) > 1:
+        raise HorovodInternalError(
+            f"{call.name}: the tensors of a group must be on one device, not on "
+            f"{' and '.join(devices)}",
+            op=call.name,
+        )
     grouped = call.grouped
+    for one in staged:  # all copies have been started
+        one.ready()
 
     def finish(result: Any) -> Any:
         outputs = tuple(
@@ -256,6 +271,7 @@ def submit_alltoall(
         rows = torch.tensor(result.splits, dtype=torch.int32, device=device)
         return staged.finish(result.outputs[0]), rows
 
+    staged.ready()
     return call.submit([staged.view], finish, keep=staged, splits=sent)
 
 

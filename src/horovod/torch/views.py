@@ -2,7 +2,7 @@
 
 A row-major CPU tensor is read and written where it lies. Any other layout is copied when the call
 is submitted and, for the in-place forms, copied back when it is synchronized, so ranks may differ
-in layout.
+in layout, and in device.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.utils.dlpack import from_dlpack
 
 from horovod.common import ops
 from horovod.common.ops import View
+from horovod.torch.device import staging
 
 _DTYPES = {
     getattr(torch, dtype.name): int(dtype) for dtype in ops.DType if hasattr(torch, dtype.name)
@@ -23,11 +24,13 @@ _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
 class Staged(NamedTuple):
-    """A tensor that is ready for the engine."""
+    """A tensor that is ready for the engine once `ready` has returned."""
 
     view: View
     memory: tuple[torch.Tensor, ...]
     """What the view points into."""
+    ready: Callable[[], None]
+    """Blocks until the input is in the view."""
     finish: Callable[[Any], torch.Tensor]
     """Gives the user's tensor, from the engine's output if the view has none."""
 
@@ -42,8 +45,6 @@ def _dtype(tensor: torch.Tensor) -> int:
         raise ValueError("a quantized tensor is not supported: pass tensor.dequantize()")
     if type(tensor).__torch_dispatch__ is not _PLAIN_DISPATCH:
         raise ValueError(f"a {type(tensor).__name__} is not supported: it has no memory of its own")
-    if tensor.device.type != "cpu":
-        raise ValueError(f"a tensor on {tensor.device} is not supported: pass tensor.cpu()")
     number = _DTYPES.get(tensor.dtype)
     if number is None:
         raise ValueError(f"data type {tensor.dtype} is not supported")
@@ -57,25 +58,25 @@ def _pointer(tensor: torch.Tensor) -> int:
         raise ValueError(f"this tensor has no memory of its own: {error}") from error
 
 
-def _row_major(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """The tensor's values in row-major order, and whether that is a copy.
+def _input(tensor: torch.Tensor) -> tuple[torch.Tensor, bool, Callable[[], None]]:
+    """The values on the host in row-major order, whether that is a copy, and the wait for them.
 
-    The result refers to the memory itself, whatever the user assigns to `tensor` while the engine
-    works.
+    If not a copy it refers to the memory itself, whatever the user assigns to `tensor` while the
+    engine works.
     """
     alias = tensor.detach()
-    if alias.is_contiguous() and not alias.is_conj() and not alias.is_neg():
-        return alias, False
-    return alias.resolve_conj().resolve_neg().contiguous(), True
+    memory, ready = staging(alias.device).to_host(alias)
+    return memory, memory is not alias, ready
 
 
 def to_new(tensor: torch.Tensor) -> Staged:
     """For a result in a new tensor of the same shape; a copied input is its own output."""
     dtype = _dtype(tensor)
-    source, copied = _row_major(tensor)
+    source, copied, ready = _input(tensor)
     output = source if copied else torch.empty_like(source, memory_format=torch.contiguous_format)
     view = View(_pointer(source), _pointer(output), dtype, tuple(source.shape))
-    return Staged(view, (source, output), lambda _: output)
+    place = staging(tensor.device).place
+    return Staged(view, (source, output), ready, lambda _: place(output, tensor))
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
@@ -96,25 +97,26 @@ def in_place(tensor: torch.Tensor) -> Staged:
         raise ValueError(
             "an expanded or overlapping tensor can't be written in place: pass tensor.contiguous()"
         )
-    memory, copied = _row_major(tensor)
+    memory, copied, ready = _input(tensor)
     pointer = _pointer(memory)
 
     def finish(_: Any) -> torch.Tensor:
         if copied:
             # Inference tensors are written in inference mode only, leaves without autograd only.
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                tensor.copy_(memory)
+                staging(tensor.device).overwrite(tensor, memory)
         elif not tensor.is_inference():
             # Autograd shall notice if backward needs what was overwritten.
             torch.autograd.graph.increment_version(tensor)
         return tensor
 
-    return Staged(View(pointer, pointer, dtype, tuple(memory.shape)), (memory,), finish)
+    return Staged(View(pointer, pointer, dtype, tuple(memory.shape)), (memory,), ready, finish)
 
 
 def to_engine(tensor: torch.Tensor) -> Staged:
     """For a result of other rows, for which the engine allocates the memory."""
     dtype = _dtype(tensor)
-    source, _ = _row_major(tensor)
+    source, _, ready = _input(tensor)
     view = View(_pointer(source), 0, dtype, tuple(source.shape))
-    return Staged(view, (source,), from_dlpack)
+    place = staging(tensor.device).place
+    return Staged(view, (source,), ready, lambda output: place(from_dlpack(output), tensor))
