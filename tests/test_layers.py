@@ -29,13 +29,13 @@ COMMON = [
     ["basics"],
     ["process_sets"],
     ["ops"],
-    ["objects", "elastic"],
+    ["objects", "elastic", "util"],
 ]
 ADAPTERS = {"torch", "tensorflow", "keras", "jax", "numpy", "data"}  # data is for all frameworks
 ADAPTER_EXCEPTIONS = {("keras", "tensorflow")}
 RUNNER_MAY_IMPORT = {"exceptions", "config", "store"}
 CORE_OWNERS = {"common.basics", "common.mpi"}
-READS_ENVIRONMENT = {"common.config", "common.basics"}
+READS_ENVIRONMENT = {"common.config", "common.basics", "common.util"}
 FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "jaxlib", "numpy", "mxnet"}
 THIRD_PARTY = {
     "common": {"cloudpickle", "yaml", "cryptography", "mpi4py"},
