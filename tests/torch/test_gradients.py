@@ -282,13 +282,41 @@ def test_reducescatter() -> None:
     close(gradient(first + second, x, mine), 3 * whole)
 
 
+COLLECTIVES = {
+    "allreduce": lambda x: hvd.allreduce(x, op=hvd.Sum),
+    "allgather": hvd.allgather,
+    "broadcast": lambda x: hvd.broadcast(x, 0),
+    "alltoall": lambda x: hvd.alltoall(x, [1, 2])[0],
+    "reducescatter": lambda x: hvd.reducescatter(x, op=hvd.Sum),
+}
+
+
 @pytest.mark.np(2)
-def test_second_derivatives() -> None:
-    x = leaf(3)
-    (first,) = torch.autograd.grad((hvd.allreduce(x, op=hvd.Sum) ** 3).sum(), x, create_graph=True)
-    (second,) = torch.autograd.grad(first.sum(), x)
-    total = hvd.allreduce(x.detach(), op=hvd.Sum)
-    close(second, 2 * 2 * 6 * total)
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_second_derivatives(name: str) -> None:
+    """The collectives are linear: those of its cube are 6 y, there and back."""
+    f = COLLECTIVES[name]
+    x, v = leaf(4, 2), leaf(4, 2).detach()
+    y = f(x)
+    (first,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad((first * v).sum(), x)
+    # The adjoint of the adjoint, which is scaled where what is averaged was copied before.
+    z = y.detach().requires_grad_()
+    (back,) = torch.autograd.grad(f(x), x, z, create_graph=True)
+    (twice,) = torch.autograd.grad((back * v).sum(), z)
+    (wanted,) = torch.autograd.grad(f(x), x, twice * 6 * y.detach())
+    close(second, wanted)
+
+    def cube(x: torch.Tensor) -> torch.Tensor:
+        return (f(x) ** 3).sum()
+
+    close(torch.func.grad(cube)(x.detach()), first.detach())
+
+
+@pytest.mark.np(2)
+def test_vmap_is_refused() -> None:
+    with pytest.raises(ValueError, match="no memory of its own"):
+        torch.vmap(hvd.allreduce)(torch.ones(2, 3))
 
 
 @pytest.mark.np(1)

@@ -25,7 +25,7 @@ from horovod.torch.collectives import (
     REDUCESCATTER,
     Collective,
 )
-from horovod.torch.ops import Average, Compressing, Tensors
+from horovod.torch.ops import Average, Compressing, Tensors, is_tracing
 
 
 @dataclass
@@ -87,7 +87,7 @@ class _Transformable(_Differentiable):
 def _call(
     row: Collective, name: str | None, process_set: ProcessSet, grouped: bool = False
 ) -> Call | library.TracedCall:
-    kind = library.TracedCall if library.is_tracing() else Call
+    kind = library.TracedCall if is_tracing() else Call
     return kind(row.op, name, process_set, grouped=grouped)
 
 

@@ -22,16 +22,10 @@ from horovod.common import process_sets
 from horovod.common.ops import Call, Op, ReduceOp
 from horovod.common.process_sets import ProcessSet
 from horovod.torch.collectives import COLLECTIVES, Collective, place
-from horovod.torch.ops import Tensors
+from horovod.torch.ops import TRACEABLE, Tensors
 
-_SUPPORTED = hasattr(torch.library, "register_autograd")  # torch 2.4
 _HEAD = "Tensor[] tensors, str? name, bool grouped, int process_set"
 _library: Any = torch.library.Library("horovod", "DEF")  # type: ignore[no-untyped-call]
-
-
-def is_tracing() -> bool:
-    """Whether this runs to become part of a graph."""
-    return _SUPPORTED and torch.compiler.is_compiling()
 
 
 def reduce_op(op: int | None, average: bool | None) -> int:
@@ -150,7 +144,8 @@ def _gradient(row: Collective, ctx: Any, grads: Tensors) -> Any:
     return (list(grads), None, None, None, *(None for _ in ctx.arguments))
 
 
-def _define(name: str, schema: str, run: Any, empty: Any) -> str:
+def define(name: str, schema: str, run: Any, empty: Any) -> str:
+    """Adds an operator with effects, of which `schema` lacks the name; gives its full name."""
     _library.define(f"{name}({schema}")
     _library.impl(name, run, "CompositeExplicitAutograd")
     operator = f"horovod::{name}"
@@ -165,11 +160,11 @@ def _define(name: str, schema: str, run: Any, empty: Any) -> str:
 def _define_all() -> None:
     for row in COLLECTIVES:
         schema = f"{_HEAD}, {row.schema}) -> Tensor[]"
-        operator = _define(row.name, schema, partial(_run, row), partial(_empty, row))
+        operator = define(row.name, schema, partial(_run, row), partial(_empty, row))
         torch.library.register_autograd(
             operator, partial(_gradient, row), setup_context=partial(_setup, row), lib=_library
         )
 
 
-if _SUPPORTED:
+if TRACEABLE:
     _define_all()

@@ -38,6 +38,35 @@ Tensors = Sequence[torch.Tensor]
 sites.pass_over(os.path.dirname(torch.__file__) + os.sep, "<eval_with_key>", "torchinductor_")
 
 
+TRACEABLE = hasattr(torch.library, "register_autograd")  # torch 2.4
+
+
+def is_tracing() -> bool:
+    """Whether this runs to become part of a compiled graph."""
+    return TRACEABLE and torch.compiler.is_compiling()
+
+
+def _traced_reduction(
+    tensors: Tensors,
+    average: bool | None,
+    name: str | None,
+    op: int | None,
+    scales: tuple[float, float],
+    process_set: ProcessSet,
+    grouped: bool,
+) -> tuple[torch.Tensor, ...]:
+    """The in-place form in a graph, where the compiler sees to what really is in place."""
+    from horovod.torch import differentiable
+
+    with torch.no_grad():
+        options: Any = (average, name, NoneCompressor, op, *scales, process_set)
+        if grouped:
+            results = differentiable.grouped_allreduce(tensors, *options)
+        else:
+            results = [differentiable.allreduce(tensors[0], *options)]
+        return tuple(t.copy_(result) for t, result in zip(tensors, results, strict=True))
+
+
 def submit(
     call: Call, tensors: Tensors, stage: Callable[[torch.Tensor], Staged], **options: Any
 ) -> int:
@@ -101,6 +130,9 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """As `allreduce`, but writes the result into the tensor and gives that; not differentiable."""
+    if is_tracing():
+        scales = (prescale_factor, postscale_factor)
+        return _traced_reduction([tensor], average, name, op, scales, process_set, False)[0]
     with Call(ops.ALLREDUCE, name, process_set) as call:
         handle = submit(
             call,
@@ -166,6 +198,9 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> tuple[torch.Tensor, ...]:
     """As `grouped_allreduce`, but writes into the tensors and gives those; not differentiable."""
+    if is_tracing():
+        scales = (prescale_factor, postscale_factor)
+        return _traced_reduction(tensors, average, name, op, scales, process_set, True)
     with Call(ops.ALLREDUCE, name, process_set, grouped=True) as call:
         handle = submit(
             call,
@@ -234,6 +269,11 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """As `broadcast`, but writes into the tensor and gives that; not differentiable."""
+    if is_tracing():
+        from horovod.torch import differentiable
+
+        with torch.no_grad():
+            return tensor.copy_(differentiable.broadcast(tensor, root_rank, name, process_set))
     result: torch.Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
     return result
 
