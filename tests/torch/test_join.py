@@ -56,6 +56,8 @@ def check_step(step: int, present: list[int]) -> None:
     same(hvd.allreduce(term(r, count=300_000), op=hvd.Sum), wanted(total, count=300_000))
     same(hvd.allreduce(torch.tensor(2.0 * r + 3), op=hvd.Sum), torch.tensor(float(total)))
     same(hvd.allreduce(torch.ones(0), op=hvd.Sum), torch.ones(0))
+    along = hvd.allreduce(term(r), name="adasum", op=hvd.Adasum)  # all are parallel: their mean
+    torch.testing.assert_close(along, wanted(total / len(present)))
     mine = term(r)
     assert hvd.allreduce_(mine, name="in place", op=hvd.Sum) is mine
     same(mine, wanted(total))
