@@ -148,18 +148,19 @@ def test_feedback_converges_where_rounding_stalls() -> None:
         "plain": hvd.Compression.fp16,
         "feedback": hvd.Compression.error_feedback(hvd.Compression.fp16),
     }.items():
-        weight = torch.nn.Parameter(torch.zeros(2))
+        weights = {name: torch.nn.Parameter(torch.zeros(2)) for name in ("a", "b")}
         optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD([weight], lr=2e6),
-            [("weight", weight)],
+            torch.optim.SGD(weights.values(), lr=4e6),
+            weights.items(),
             compression=compression,
             op=hvd.Sum,  # the reduced gradient isn't rounded again
         )
-        target = torch.tensor([2.0 * hvd.rank(), -1.0])
-        for _ in range(150):
+        target = 2.0 * hvd.rank()
+        for _ in range(80):
             optimizer.zero_grad()
-            (0.5e-8 * (weight - target).square().sum()).backward()
+            off = (weights["a"] - target).square() + (weights["b"] + 1).square()
+            (0.5e-8 * off.sum()).backward()
             optimizer.step()
-        ends[kind] = weight.tolist()
-    assert ends["plain"] == [0.0, 0.0]
-    assert ends["feedback"] == pytest.approx([1.0, -1.0], abs=0.25)
+        ends[kind] = [*weights["a"].tolist(), *weights["b"].tolist()]
+    assert ends["plain"] == [0.0] * 4
+    assert ends["feedback"] == pytest.approx([1.0, 1.0, -1.0, -1.0], abs=0.4)
