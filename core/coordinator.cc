@@ -173,7 +173,7 @@ Status Coordinator::State::set_objection(int32_t rank, OpKind kind, uint32_t uid
   const auto label = [&] { return describe_call(kind, name) + ": "; };
   const auto which = [&] { return "process set " + std::to_string(uid); };
   if (it == sets.end()) {
-    if (uid < next_set) return {ErrorKind::Mismatch, label() + which() + " was removed", -1};
+    if (uid < next_set) return {ErrorKind::Mismatch, label() + "its process set was removed", -1};
     return {ErrorKind::InvalidArgument, label() + "there is no " + which(), rank};
   }
   if (!it->second.has(rank)) {

@@ -165,8 +165,8 @@ void Coordinator::State::complete_remove(ProcessSet& set, Call& call, TimePoint 
   const auto fail_pending = [&](Call& pending) {
     fail(pending,
          {ErrorKind::Mismatch,
-          describe_call(pending.kind, pending.name) + ": process set " + std::to_string(uid) +
-              " was removed while this call was pending",
+          describe_call(pending.kind, pending.name) + ": the process set of " +
+              describe_ranks(removed.members) + " was removed while this call was pending",
           -1},
          now);
   };

@@ -117,11 +117,7 @@ std::string describe_place(const Scene& scene, const Call& call, const Ranks& ra
   std::string out = describe_ranks(ranks);
   out.append(" called ").append(describe_call(call.kind, call.name));
   if (call.set == 0) return out += " of all ranks";
-  return out.append(" of process set ")
-      .append(std::to_string(call.set))
-      .append(" (")
-      .append(describe_ranks(scene.sets.at(call.set).members))
-      .append(")");
+  return out.append(" of the set of ").append(describe_ranks(scene.sets.at(call.set).members));
 }
 
 }  // namespace

@@ -187,10 +187,11 @@ void removing_a_set_fails_what_is_pending_in_it_first() {
   CHECK(names(all[1]) == Names{"waiting"});
   CHECK((all[1].contributors == Ranks{1}));
   for (int i : {0, 1})
-    CHECK(contains(all[static_cast<size_t>(i)].status.text, "process set 1 was removed"));
+    CHECK(
+        contains(all[static_cast<size_t>(i)].status.text, "process set of ranks 0-1 was removed"));
   CHECK(all[2].kind == OpKind::RemoveSet && all[2].status.ok());
   lab.announce(0, in_set(call("late"), set));
-  CHECK(contains(lab.error().text, "process set 1 was removed"));
+  CHECK(contains(lab.error().text, "its process set was removed"));
 }
 
 void ids_of_a_removed_set_are_unknown() {
@@ -573,8 +574,8 @@ void one_name_called_in_two_sets_is_a_disagreement() {
   lab.announce(1, call("allreduce.x"));
   lab.announce(2, call("allreduce.x"));
   expect_crossing(lab,
-                  "ranks made different calls: rank 0 called allreduce \"x\" of process set 1 "
-                  "(ranks 0-1), ranks 1-2 called allreduce \"x\" of all ranks");
+                  "ranks made different calls: rank 0 called allreduce \"x\" of the set of "
+                  "ranks 0-1, ranks 1-2 called allreduce \"x\" of all ranks");
 }
 
 void one_name_of_two_operations_is_a_disagreement() {
