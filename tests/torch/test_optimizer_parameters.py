@@ -260,20 +260,19 @@ def both_losses_reach_both(pair: Pair, x: torch.Tensor) -> None:
     g.step()
 
 
-GAN_LOOPS: list[tuple[Callable[[Pair, torch.Tensor], None], int]] = [
-    (one_backward, 1),
-    (separate_losses, 1),
-    (through_the_discriminator, 1),
-    (both_losses_reach_both, 2),
-]
+LOOPS: dict[str, tuple[Callable[[Pair, torch.Tensor], None], int]] = {
+    "one backward": (one_backward, 1),
+    "separate losses": (separate_losses, 1),
+    "through the discriminator": (through_the_discriminator, 1),
+    "both losses reach both": (both_losses_reach_both, 2),
+}
 
 
 @pytest.mark.parametrize("options", [{}, {"named_parameters": None}, {"groups": 2}])
-@pytest.mark.parametrize(("loop", "passes"), GAN_LOOPS)
+@pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.np(2)
-def test_two_models_with_equal_names(
-    loop: Callable[[Pair, torch.Tensor], None], passes: int, options: dict[str, Any]
-) -> None:
+def test_two_models_with_equal_names(name: str, options: dict[str, Any]) -> None:
+    loop, passes = LOOPS[name]
     pair = Pair(True, backward_passes_per_step=passes, **options)
     alone = Pair(False)
     for step in range(3):

@@ -79,11 +79,13 @@ def accumulate_in_no_sync(optimizer: Any, model: nn.Module, x: list[torch.Tensor
     accumulate(optimizer, model, x[-1:])
 
 
-@pytest.mark.parametrize(
-    ("way", "passes"), [(accumulate, 4), (accumulate_in_no_sync, 1)], ids=["passes", "no_sync"]
-)
+ACCUMULATIONS = {"passes": (accumulate, 4), "no_sync": (accumulate_in_no_sync, 1)}
+
+
+@pytest.mark.parametrize("name", ACCUMULATIONS)
 @pytest.mark.np(2)
-def test_each_parameter_is_reduced_once_per_window(way: Callable[..., None], passes: int) -> None:
+def test_each_parameter_is_reduced_once_per_window(name: str) -> None:
+    way, passes = ACCUMULATIONS[name]
     model, alone = net(), net()
     optimizer = wrap(model, backward_passes_per_step=passes)
     plain = sgd(alone.parameters())
@@ -193,19 +195,18 @@ def losses_of_disjoint_parameters(model: Heads, x: torch.Tensor) -> None:
     model.body(x).square().mean().backward()
 
 
-@pytest.mark.parametrize(
-    ("backward", "passes"),
-    [
-        (same_loss_twice, 2),
-        (two_losses_of_one_graph, 2),
-        (two_losses_of_two_graphs, 2),
-        (losses_of_disjoint_parameters, 1),
-    ],
-)
+SEVERAL: dict[str, tuple[Callable[[Any, torch.Tensor], None], int]] = {
+    "same loss twice": (same_loss_twice, 2),
+    "one graph": (two_losses_of_one_graph, 2),
+    "two graphs": (two_losses_of_two_graphs, 2),
+    "disjoint parameters": (losses_of_disjoint_parameters, 1),
+}
+
+
+@pytest.mark.parametrize("losses", SEVERAL)
 @pytest.mark.np(2)
-def test_several_backward_calls_fill_one_window(
-    backward: Callable[[Any, torch.Tensor], None], passes: int
-) -> None:
+def test_several_backward_calls_fill_one_window(losses: str) -> None:
+    backward, passes = SEVERAL[losses]
     model, alone = Heads(), Heads()
     optimizer, plain = wrap(model, backward_passes_per_step=passes), sgd(alone.parameters())
     for step in range(3):

