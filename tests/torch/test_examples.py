@@ -56,3 +56,39 @@ def test_adasum_beside_average() -> None:
     losses = re.findall(r"(Adasum|Average): loss (\d\.\d+) after", run(2, "adasum_small_model.py"))
     assert [name for name, _ in losses] == ["Adasum", "Average"]
     assert all(float(loss) < 0.2 for _, loss in losses)  # 0.4 before training
+
+
+def last_words(output: str, pattern: str) -> list[str]:
+    """What each rank said in its last line, which must be the same."""
+    said = re.findall(rf"rank \d of 2: {pattern}", output)
+    assert len(said) == 2 and said[0] == said[1], output
+    return said
+
+
+def test_the_mnist_style_script_starts_its_own_processes() -> None:
+    output = run(1, "pytorch_mnist_style.py", "--num-proc", "2", "--epochs", "2", "--lr", "0.05")
+    accuracy = last_words(output, r"final accuracy (\d\.\d+)")[0]
+    results = re.search(r"accuracies by rank: \[(.*), (.*)\]", output)
+    assert results and results[1] == results[2] and f"{float(results[1]):.4f}" == accuracy
+    assert float(accuracy) > 0.5
+
+
+def test_the_mnist_style_script_takes_options_of_the_optimizer() -> None:
+    options = ["--fp16-allreduce", "--gradient-predivide-factor", "2.0"]
+    output = run(2, "pytorch_mnist_style.py", "--epochs", "1", *options)
+    last_words(output, r"final accuracy (.*)")
+
+
+def test_the_imagenet_style_script_resumes(tmp_path: Path) -> None:
+    words = ["--images", "96", "--checkpoints", str(tmp_path), "--epochs"]
+    last_words(run(2, "pytorch_imagenet_style.py", *words, "1"), r"resumed from epoch 0, (.*)")
+    output = run(2, "pytorch_imagenet_style.py", *words, "2")
+    last_words(output, r"resumed from epoch 1, (.*)")
+    assert "epoch 1:" not in output and "epoch 2:" in output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.pt", "2.pt"]
+
+
+def test_lightning_trains_with_a_wrapped_optimizer() -> None:
+    output = run(2, "pytorch_lightning.py", "--epochs", "2")
+    accuracy = last_words(output, r"accuracy (\d\.\d+), .*")[0]
+    assert float(accuracy) > 0.5
