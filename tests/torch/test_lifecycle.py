@@ -52,6 +52,34 @@ def test_init_and_shutdown_again_and_again() -> None:
 
 
 @pytest.mark.np(2)
+def test_calls_without_init_say_so_and_a_child_may_outlive_shutdown() -> None:
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+    child.start()
+    started = time.monotonic()
+    hvd.shutdown()
+    for call in (
+        lambda: hvd.allreduce(torch.ones(1)),
+        lambda: hvd.allreduce_async(torch.ones(1)),
+        lambda: hvd.broadcast_object(1),
+        lambda: hvd.allgather_object(1),
+        lambda: hvd.broadcast_parameters({"a": torch.ones(1)}, 0),
+        hvd.barrier,
+        hvd.join,
+    ):
+        with pytest.raises(ShutdownError, match="init"):
+            call()
+    for question in (hvd.rank, hvd.size, hvd.local_rank):
+        with pytest.raises(ValueError, match="init"):
+            question()
+    hvd.init()
+    assert time.monotonic() - started < 10
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [2.0, 2.0]
+    assert child.is_alive()
+    child.terminate()
+    child.join()
+
+
+@pytest.mark.np(2)
 def test_init_in_a_thread() -> None:
     hvd.shutdown()
     thread = threading.Thread(target=hvd.init)
