@@ -25,7 +25,8 @@ from horovod.torch.collectives import (
     REDUCESCATTER,
     Collective,
 )
-from horovod.torch.ops import Average, Compressing, Tensors, is_tracing
+from horovod.torch.ops import Average, Compressing, Tensors, group, is_tracing
+from horovod.torch.views import require_tensor
 
 
 @dataclass
@@ -113,6 +114,8 @@ def _compressed(
     *arguments: Any,
 ) -> list[torch.Tensor]:
     """Runs the call on compressed tensors; those of calls without a name bind by place alone."""
+    for tensor in tensors:  # before a compressor trips over it
+        require_tensor(tensor)
     name = call.op.name if call.unnamed else call.name
     bindings = [bound(compression, f"{name}.{i}") for i in range(len(tensors))]
     packed = [one.compress(tensor) for one, tensor in zip(bindings, tensors, strict=True)]
@@ -192,7 +195,7 @@ def grouped_allreduce(
     with _call(ALLREDUCE, name, process_set, grouped=True) as call:
         choose = library.reduce_op if isinstance(call, library.TracedCall) else reduce_op
         scaled = (choose(op, average), prescale_factor, postscale_factor)
-        return _compressed(ALLREDUCE, call, compression, list(tensors), *scaled)
+        return _compressed(ALLREDUCE, call, compression, group(tensors), *scaled)
 
 
 def allgather(
@@ -225,7 +228,7 @@ def grouped_allgather(
 ) -> tuple[torch.Tensor, ...]:
     """Gathers several tensors as one call; otherwise as `allgather`."""
     with _call(ALLGATHER, name, process_set, grouped=True) as call:
-        return tuple(_run(ALLGATHER, call, list(tensors), None))
+        return tuple(_run(ALLGATHER, call, group(tensors), None))
 
 
 def broadcast(
@@ -340,4 +343,4 @@ def grouped_reducescatter(
     with _call(REDUCESCATTER, name, process_set, grouped=True) as call:
         choose = library.reduce_op if isinstance(call, library.TracedCall) else reduce_op
         scaled = (choose(op, None), prescale_factor, postscale_factor)
-        return _compressed(REDUCESCATTER, call, compression, list(tensors), *scaled)
+        return _compressed(REDUCESCATTER, call, compression, group(tensors), *scaled)

@@ -67,6 +67,13 @@ def _traced_reduction(
         return tuple(t.copy_(result) for t, result in zip(tensors, results, strict=True))
 
 
+def group(tensors: Tensors) -> list[torch.Tensor]:
+    """The tensors of a grouped call; a single tensor would silently be taken for its rows."""
+    if isinstance(tensors, torch.Tensor):
+        raise TypeError("a list of tensors is needed, not one tensor")
+    return list(tensors)
+
+
 def submit(
     call: Call, tensors: Tensors, stage: Callable[[torch.Tensor], Staged], **options: Any
 ) -> int:
@@ -76,7 +83,7 @@ def submit(
     making the options: then the other ranks are told. Waits until tensors of an accelerator have
     been copied to the host, which is until the device has done what the program queued before.
     """
-    staged = [stage(tensor) for tensor in tensors]
+    staged = [stage(tensor) for tensor in (group(tensors) if call.grouped else tensors)]
     if not staged:
         raise ValueError("the list of tensors is empty")
     devices = sorted({str(tensor.device) for tensor in tensors})

@@ -35,10 +35,15 @@ class Staged(NamedTuple):
     """Gives the user's tensor, from the engine's output if the view has none."""
 
 
+def require_tensor(value: object) -> None:
+    """Raises TypeError for anything else."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"a torch.Tensor is needed, not {type(value).__name__}")
+
+
 def _dtype(tensor: torch.Tensor) -> int:
     """The engine's number of the type, once the tensor is known to have memory to point at."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"a torch.Tensor is needed, not {type(tensor).__name__}")
+    require_tensor(tensor)
     if tensor.layout is not torch.strided:
         raise ValueError(f"a {tensor.layout} tensor is not supported: pass tensor.to_dense()")
     if tensor.is_quantized:
