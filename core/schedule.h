@@ -34,6 +34,8 @@ struct Step {
   uint64_t bytes = 0;
   uint32_t first_peer = 0, peers = 0;  // a range of Schedule::peers
   int32_t after = -1;                  // index of an earlier step
+
+  bool operator==(const Step&) const = default;
 };
 
 struct Schedule {

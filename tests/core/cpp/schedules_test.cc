@@ -595,6 +595,54 @@ void test_rotation() {
   }
 }
 
+// Positions and counts are 64 bits wide everywhere: what a schedule says of a large payload is what
+// it says of a small one, times a factor, where both divide evenly. The small ones are what
+// test_values() proves; the large ones pass 2^32 bytes in every piece, and by far in their sums.
+void test_wide() {
+  constexpr uint64_t kFactor = uint64_t{1} << 33;
+  const uint64_t small = segment_bytes;
+  const auto scaled = [](const Bytes& chunks) {
+    Bytes wide;
+    for (const uint64_t bytes : chunks) wide.push_back(bytes * kFactor);
+    return wide;
+  };
+  for (const int32_t n : kSizes) {
+    const auto even = static_cast<uint64_t>(n) * kAlignment;  // which n equal chunks divide
+    Rng rng(static_cast<uint64_t>(n));
+    Bytes chunks, others;
+    for (int32_t r = 0; r < n; ++r) {
+      chunks.push_back(rng() % 20 * kAlignment);
+      others.push_back(rng() % 20 * kAlignment);
+    }
+    for (int32_t r = 0; r < n; ++r) {
+      const auto check = [&](uint64_t segment, auto&& make) {
+        Schedule narrow = make(Place{r, n, segment}, uint64_t{1});
+        const Schedule wide = make(Place{r, n, segment * kFactor}, kFactor);
+        CHECK(narrow.peers == wide.peers);
+        CHECK_EQ(narrow.steps.size(), wide.steps.size());
+        for (size_t i = 0; i < narrow.steps.size(); ++i) {
+          Step& s = narrow.steps[i];
+          s.in *= kFactor;
+          s.out *= kFactor;
+          s.bytes *= kFactor;
+          CHECK(s == wide.steps[i]);
+        }
+      };
+      for (const uint64_t bytes : {even, 3 * even, 7 * even}) {
+        check(2 * even, [&](const Place& p, uint64_t k) { return allreduce_direct(p, bytes * k); });
+        check(2 * even,
+              [&](const Place& p, uint64_t k) { return allreduce_chunked(p, bytes * k); });
+        check(small, [&](const Place& p, uint64_t k) { return broadcast(p, n - 1, bytes * k); });
+      }
+      const auto of = [&](const Bytes& b, uint64_t k) { return k == 1 ? b : scaled(b); };
+      check(2 * even, [&](const Place& p, uint64_t k) { return reducescatter(p, of(chunks, k)); });
+      check(small, [&](const Place& p, uint64_t k) { return allgather(p, of(chunks, k)); });
+      check(small,
+            [&](const Place& p, uint64_t k) { return alltoall(p, of(chunks, k), of(others, k)); });
+    }
+  }
+}
+
 }  // namespace
 }  // namespace horovod
 
@@ -605,6 +653,7 @@ int main() {
     test_values();
     test_costs();
     test_rotation();
+    test_wide();
   }
   std::cout << cases << " cases in " << runs << " runs\n";
 }
