@@ -141,3 +141,20 @@ def by_model(model: Any) -> dict[str, Any]:
 
 GROUPINGS: dict[str, Any] = {"single": {}, "two groups": {"groups": 2}, "lists": by_model}
 """Options for the ways in which gradients are put together."""
+
+
+def merge(a: torch.Tensor, wa: int, b: torch.Tensor, wb: int) -> torch.Tensor:
+    dot = (a * b).sum()
+    of_a = 1 - wa / (wa + wb) * dot / (a * a).sum()
+    of_b = 1 - wb / (wa + wb) * dot / (b * b).sum()
+    return of_a * a + of_b * b
+
+
+def adasum(terms: list[torch.Tensor]) -> torch.Tensor:
+    """Of the ranks' vectors: neighbours in pairs, the pairs in pairs; what is over comes last."""
+    level = [(term.double(), 1) for term in terms]
+    while len(level) > 1:
+        pairs = zip(level[::2], level[1::2], strict=False)
+        merged = [(merge(a, wa, b, wb), wa + wb) for (a, wa), (b, wb) in pairs]
+        level = merged + (level[-1:] if len(level) % 2 else [])
+    return level[0][0]

@@ -6,24 +6,9 @@ import pytest
 import torch
 
 import horovod.torch as hvd
+from reference import adasum
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-
-
-def merge(a: torch.Tensor, wa: int, b: torch.Tensor, wb: int) -> torch.Tensor:
-    dot = (a * b).sum()
-    of_a = 1 - wa / (wa + wb) * dot / (a * a).sum()
-    of_b = 1 - wb / (wa + wb) * dot / (b * b).sum()
-    return of_a * a + of_b * b
-
-
-def adasum(terms: list[torch.Tensor]) -> torch.Tensor:
-    level = [(term.double(), 1) for term in terms]
-    while len(level) > 1:
-        pairs = zip(level[::2], level[1::2], strict=False)
-        merged = [(merge(a, wa, b, wb), wa + wb) for (a, wa), (b, wb) in pairs]
-        level = merged + (level[-1:] if len(level) % 2 else [])
-    return level[0][0]
 
 
 def tensors(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[torch.Tensor]:

@@ -479,6 +479,30 @@ def test_uneven_batches_equal_the_joined_batch(case: str) -> None:
     weighted(**WEIGHTED[case])
 
 
+@pytest.mark.np(2, 3)
+def test_a_closure_sees_the_loss_that_belongs_to_weighted_gradients() -> None:
+    batches = [data(rank, 0, rows_of(rank, 0)) for rank in range(hvd.size())]
+    model, alone = net(), net()
+    plain = torch.optim.LBFGS(alone.parameters(), lr=0.5, max_iter=4)
+    optimizer = wrap(model, torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4))
+    optimizer.weight = len(batches[hvd.rank()])
+
+    def evaluate(which: Any, of: nn.Module, batch: torch.Tensor) -> Callable[[], torch.Tensor]:
+        def closure() -> torch.Tensor:
+            which.zero_grad()
+            loss = loss_of(of, batch)
+            loss.backward()
+            return loss
+
+        return closure
+
+    for _ in range(3):
+        mine = optimizer.step(evaluate(optimizer, model, batches[hvd.rank()]))
+        joined = plain.step(evaluate(plain, alone, torch.cat(batches)))
+        torch.testing.assert_close(mine, joined.detach(), rtol=1e-9, atol=1e-12)
+    close(model, alone, net(), 1e-9)
+
+
 @pytest.mark.parametrize("groups", [None, 2])
 @pytest.mark.np(2)
 def test_what_counts_for_nothing_may_be_nan(groups: int | None) -> None:

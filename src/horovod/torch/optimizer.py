@@ -177,14 +177,16 @@ class _Distributed(Wrapped):
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         loss = closure()
         self.reducer.complete()
-        self.reducer.restart()  # the next evaluation is a window of its own
         if loss is None or not self.reducer.delays():
             return loss
+        share = self.reducer.share()
+        self.reducer.restart()  # the next evaluation is a window of its own
         known = isinstance(loss, torch.Tensor)
+        own = loss.detach() if known else torch.tensor(loss, dtype=torch.float64)
         mean = allreduce(
-            loss.detach() if known else torch.tensor(loss, dtype=torch.float64),
+            own * share if share else torch.zeros_like(own),  # a mean over no samples may be NaN
             name=f"{self.reducer.prefix}loss",
-            op=Average,
+            op=ReduceOp.Sum,
             process_set=self.process_set,
         )
         return mean if known else mean.item()

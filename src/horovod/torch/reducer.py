@@ -583,6 +583,12 @@ class Reducer:
             )
         weights.divide(self._active)
 
+    def share(self) -> float:
+        """What part of the complete window's mean gradient is this rank's."""
+        if self.weight is None:
+            return 1.0 / ops.members(self.options.process_set)
+        return self._weights.share()
+
     @property
     def weight(self) -> float | None:
         """What the gradients of this rank's next backward pass count for; None: ranks are equal."""

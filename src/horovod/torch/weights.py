@@ -57,6 +57,11 @@ class Weights:
         self.total = torch.tensor([sum(self._passes.values())], dtype=torch.float64)
         return self.total
 
+    def share(self) -> float:
+        """This rank's part of `total`, once that is reduced."""
+        assert self.total is not None
+        return sum(self._passes.values()) / (self.total.item() or 1.0)
+
     def divide(self, slots: Iterable[Slot]) -> None:
         """Turns weighted sums into means; all stay zero where no rank had anything."""
         assert self.total is not None
