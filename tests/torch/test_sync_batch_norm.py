@@ -204,8 +204,11 @@ class Model(torch.nn.Module):
 
 @pytest.mark.np(2)
 @pytest.mark.parametrize("recompute", [False, True])
-def test_training_equals_training_on_the_joined_batch(recompute: bool) -> None:
-    """Per-rank mean losses of equal batches, averaged gradients: as one process with all rows."""
+@pytest.mark.parametrize("sizes", [(4, 4), (3, 5), (0, 6)], ids=str)
+def test_training_equals_training_on_the_joined_batch(
+    recompute: bool, sizes: tuple[int, ...]
+) -> None:
+    """Per-rank mean losses, weighted if batches are uneven: as one process with all rows."""
     torch.manual_seed(1)
     plain = Model(torch.nn.BatchNorm1d, torch.nn.BatchNorm1d(C), recompute).double()
     model = hvd.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
@@ -215,8 +218,9 @@ def test_training_equals_training_on_the_joined_batch(recompute: bool) -> None:
     )
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
     for step in range(5):
-        theirs = batches([4, 4], (), torch.float64, step)
+        theirs = batches(list(sizes), (), torch.float64, step)
         optimizer.zero_grad(), reference.zero_grad()
+        optimizer.weight = None if len(set(sizes)) == 1 else sizes[hvd.rank()]
         (model(theirs[hvd.rank()]) - 1).pow(4).mean().backward()
         (plain(torch.cat(theirs)) - 1).pow(4).mean().backward()
         optimizer.step(), reference.step()

@@ -61,6 +61,12 @@ def _fail(error: Exception) -> NoReturn:
 _owners: Any = WeakIdKeyDictionary()  # parameter -> weak reference to the one that reduces it
 
 
+def weight_of(parameter: torch.Tensor | None) -> float | None:
+    """What its gradients of this rank count for in the optimizer that reduces it."""
+    owner = None if parameter is None else _owners.get(parameter, lambda: None)()
+    return None if owner is None else owner.weight
+
+
 class Reducer:
     """Reduces the gradients of an optimizer's parameters over the ranks of a process set.
 

@@ -13,6 +13,7 @@ from horovod.common.ops import Call, synchronize
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.torch.differentiable import allreduce
 from horovod.torch.ops import Sum, submit
+from horovod.torch.reducer import weight_of
 from horovod.torch.views import to_engine
 
 
@@ -22,8 +23,9 @@ class SyncBatchNorm(_BatchNorm):
     In training mode, mean and variance are those of all members' values together, however many each
     has; a member may also have no rows. Outputs, running statistics and input gradients are those
     of the joined batch. Gradients of weight and bias are this rank's terms, which an averaging
-    optimizer makes those of the mean of the ranks' losses. In evaluation mode, and for a set of one
-    rank, it is ordinary batch normalization without communication.
+    optimizer makes those of the mean of the ranks' losses, or of their mean by ``optimizer.weight``
+    (which a layer with ``affine=False`` can't see: scale the loss instead). In evaluation mode, and
+    for a set of one rank, it is ordinary batch normalization without communication.
 
     In training mode forward blocks until every member has called it, and backward until every
     member has come to it: all members run the same layers, in the same order, on one thread. Costs
@@ -181,17 +183,19 @@ class _Statistics(torch.autograd.Function):
         mean, variance = mean.to(input.device, kind), variance.to(input.device, kind)
         ctx.save_for_backward(input, mean)
         ctx.name, ctx.process_set, ctx.count = name, process_set, int(count)
+        ctx.learned = layer.weight
         return mean, variance, ctx.count
 
     @staticmethod
     def backward(ctx: Any, of_mean: torch.Tensor, of_variance: torch.Tensor, _: None) -> Any:
         input, mean = ctx.saved_tensors
-        sums = allreduce(
-            torch.stack([of_mean, of_variance]),
-            name=ctx.name,
-            op=Sum,
-            process_set=ctx.process_set,
-        )
+        terms = torch.stack([of_mean, of_variance])
+        weight = weight_of(ctx.learned)
+        if weight is not None:  # the optimizer will weight what comes out of here
+            terms = terms * weight if weight else torch.zeros_like(terms)
+        sums = allreduce(terms, name=ctx.name, op=Sum, process_set=ctx.process_set)
+        if weight:
+            sums = sums / weight
         of_mean, of_variance = (_spread(one, input) for one in sums / ctx.count)
         gradient = of_mean + 2 * of_variance * (input - _spread(mean, input))
         return gradient.to(input.dtype), None
