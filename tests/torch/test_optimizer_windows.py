@@ -399,22 +399,22 @@ def test_every_evaluation_of_a_closure_is_of_all_ranks(make: str, options: str) 
     close(model, alone, start, 1e-8)
 
 
-@pytest.mark.parametrize("kind", ["float", "none"])
+@pytest.mark.parametrize("kind", ["float", "none", "pair"])
 @pytest.mark.np(2)
 def test_what_a_closure_returns_is_returned(kind: str) -> None:
     model, alone = net(), net()
     optimizer = wrap(model)
 
-    def closure() -> float | None:
+    def closure() -> object:
         optimizer.zero_grad()
         loss = loss_of(model, data(hvd.rank()))
         loss.backward()
-        return loss.item() if kind == "float" else None
+        return {"float": loss.item(), "none": None, "pair": ("loss", 1)}[kind]
 
     for _ in range(3):
-        wanted = loss_of(model, joined([0, 1])).item()
+        mean = pytest.approx(loss_of(model, joined([0, 1])).item(), rel=1e-12)
         found = optimizer.step(closure)
-        assert found == (pytest.approx(wanted, rel=1e-12) if kind == "float" else None)
+        assert found == {"float": mean, "none": None, "pair": ("loss", 1)}[kind]
     plain = sgd(alone.parameters())
     for _ in range(3):
         train(plain, alone, [0, 1], windows=[1])
@@ -581,6 +581,88 @@ def test_if_no_rank_has_a_sample_the_weights_stay() -> None:
     loss_of(model, data(hvd.rank(), rows=0)).backward()
     optimizer.step()
     assert torch.equal(weights(model), before)
+
+
+@pytest.mark.np(2)
+def test_setting_the_weight_begins_a_pass() -> None:
+    """Even if the passes of a window have no parameter in common."""
+    model = nn.ModuleList([net(), net()])
+    optimizer = wrap(model, backward_passes_per_step=2)
+    for part, rows in zip(model, (3, 5), strict=True):
+        optimizer.weight = rows * (1 + hvd.rank())
+        loss_of(part, data(hvd.rank())).backward()
+    optimizer.step()
+    for part, rows in zip(model, (3, 5), strict=True):
+        alone = net()
+        losses = [rows * (1 + rank) * loss_of(alone, data(rank)) for rank in range(2)]
+        (sum(losses) / ((3 + 5) * (1 + 2))).backward()  # type: ignore[union-attr]
+        for p, q in zip(part.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.np(2)
+def test_weights_leave_alone_gradients_that_no_pass_has_made() -> None:
+    """Those of a second step, and those set by hand: in windows with passes and in ones without."""
+    rank = hvd.rank()
+    a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([a, b], lr=0.1), [("a", a), ("b", b)])
+    optimizer.weight = 1 + 2 * rank
+    for _ in range(2):
+        a.grad = b.grad = None
+        (a * (1 + 4 * rank)).sum().backward()
+        b.grad = torch.full((2,), 1.0 + 4 * rank)
+        for _ in range(2):
+            optimizer.step()
+            for parameter in (a, b):
+                torch.testing.assert_close(parameter.grad, torch.full((2,), 4.0))  # (1 + 3 * 5) / 4
+    a.grad, b.grad = torch.full((2,), 1.0 + rank), None
+    optimizer.step()
+    torch.testing.assert_close(a.grad, torch.full((2,), 1.5))
+
+
+@pytest.mark.np(2)
+def test_weights_of_windows_that_the_model_throws_away_are_forgotten() -> None:
+    model, alone = net(), net()
+    optimizer, plain = wrap(model), sgd(alone.parameters())
+    for step in range(4):
+        model.zero_grad()
+        rows = [2 + step, 6 - step]
+        optimizer.weight = rows[hvd.rank()]
+        loss_of(model, data(hvd.rank(), step, rows[hvd.rank()])).backward()
+        if step % 2:
+            optimizer.step()
+            plain.zero_grad()
+            joint = torch.cat([data(rank, step, n) for rank, n in enumerate(rows)])
+            loss_of(alone, joint).backward()
+            plain.step()
+    close(model, alone, net())
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.np(2)
+def test_weights_set_once_hold_for_parameters_unfrozen_later(passes: int) -> None:
+    model, alone = net(), net()
+    model[0].requires_grad_(False)  # type: ignore[operator]
+    optimizer, plain = wrap(model, backward_passes_per_step=passes), sgd(alone[2].parameters())
+    plain.add_param_group({"params": list(alone[0].parameters())})
+    rows = (3, 8)
+    optimizer.weight = rows[hvd.rank()]
+    for step in range(3):
+        if step == 1:
+            model[0].requires_grad_(True)  # type: ignore[operator]
+        optimizer.zero_grad()
+        plain.zero_grad()
+        for i in range(passes):
+            batches = [data(rank, 2 * step + i, n) for rank, n in enumerate(rows)]
+            loss_of(model, batches[hvd.rank()]).backward()
+            (loss_of(alone, torch.cat(batches)) / passes).backward()
+        if step == 0:
+            for parameter in alone[0].parameters():
+                parameter.grad = None
+        optimizer.step()
+        plain.step()
+    close(model, alone, net())
+    same_on_all(model)
 
 
 @pytest.mark.np(1)

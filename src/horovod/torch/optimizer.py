@@ -15,7 +15,6 @@ from horovod.common.ops import ReduceOp
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.torch.compression import Compression
 from horovod.torch.delta import DeltaOptimizer
-from horovod.torch.differentiable import allreduce
 from horovod.torch.names import names_of, parameters_of
 from horovod.torch.ops import Average, Compressing
 from horovod.torch.reducer import Options, Reducer, in_backward
@@ -176,20 +175,16 @@ class _Distributed(Wrapped):
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         loss = closure()
-        self.reducer.complete()
-        if loss is None or not self.reducer.delays():
-            return loss
-        share = self.reducer.share()
-        self.reducer.restart()  # the next evaluation is a window of its own
-        known = isinstance(loss, torch.Tensor)
-        own = loss.detach() if known else torch.tensor(loss, dtype=torch.float64)
-        mean = allreduce(
-            own * share if share else torch.zeros_like(own),  # a mean over no samples may be NaN
-            name=f"{self.reducer.prefix}loss",
-            op=ReduceOp.Sum,
-            process_set=self.process_set,
-        )
-        return mean if known else mean.item()
+        reducer = self.reducer
+        reducer.complete()
+        mean = loss
+        if reducer.delays():
+            if isinstance(loss, torch.Tensor):
+                mean = reducer.mean_of(loss.detach())
+            elif isinstance(loss, (int, float)):
+                mean = reducer.mean_of(torch.tensor(loss, dtype=torch.float64)).item()
+        reducer.restart()  # the next evaluation is a window of its own
+        return mean
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Forgets the gradients, as the wrapped optimizer does; the arguments are its own.

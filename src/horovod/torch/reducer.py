@@ -23,7 +23,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from horovod.common import basics, ops
 from horovod.common.compression import bound
-from horovod.common.exceptions import HorovodInternalError
 from horovod.common.ops import Call, ReduceOp
 from horovod.common.process_sets import ProcessSet
 from horovod.torch.names import prefix_for
@@ -169,9 +168,16 @@ class Reducer:
                 bucket.slots.sort(key=order.__getitem__)
             self._buckets = list({slot.bucket: None for slot in self._active})
         if self.weight is not None:
+            me = weakref.ref(self)
+
+            def before() -> None:
+                reducer = me()
+                if reducer is not None and reducer.dropped():
+                    reducer.drop()  # or this pass would count for the window before
+
             for slot in self._active:
                 if slot.parameter.requires_grad and not slot.weighing:
-                    self._removers.append(self._weights.watch(slot))
+                    self._removers.append(self._weights.watch(slot, before))
 
     def _hook(self, slot: Slot) -> None:
         owner = _owners.get(slot.parameter, lambda: None)()
@@ -229,14 +235,12 @@ class Reducer:
 
     def forget(self) -> None:
         """Waits out what is in flight, drops it, and starts a new window."""
-        self._drop_stale()
-        for bucket in self._buckets:
-            if bucket.flight is not None:
-                try:
-                    bucket.flight()
-                except (HorovodInternalError, ValueError) as error:
-                    # Elastic training loads state because of it.
-                    logging.getLogger("horovod").info("gradients in flight were lost: %s", error)
+        if self.busy() or self.started:
+            try:
+                self.complete()  # what is in flight elsewhere may wait for what is missing here
+            except (RuntimeError, ValueError) as error:
+                # Elastic training loads state because of it.
+                logging.getLogger("horovod").info("gradients in flight were lost: %s", error)
         self.restart()
 
     def dropped(self) -> bool:
@@ -419,9 +423,11 @@ class Reducer:
 
         if self.options.skip_unused or any(slot.layout == UNSEEN for slot in self._active):
             attempt(self._learn)
-        for bucket in self._buckets:
-            if bucket.flight is None:
-                attempt(functools.partial(self._start, bucket))
+        waiting = [bucket for bucket in self._buckets if bucket.flight is None]
+        if self.weight is not None:
+            self._weights.settle(slot for bucket in waiting for slot in bucket.slots)
+        for bucket in waiting:
+            attempt(functools.partial(self._start, bucket))
         for bucket in self._buckets:
             if bucket.flight is not None:
                 attempt(functools.partial(self._land, bucket))
@@ -587,13 +593,16 @@ class Reducer:
                 op=ReduceOp.Sum,
                 process_set=self.options.process_set,
             )
-        weights.divide(self._active)
+        weights.divide(self._active, ops.members(self.options.process_set))
 
-    def share(self) -> float:
-        """What part of the complete window's mean gradient is this rank's."""
-        if self.weight is None:
-            return 1.0 / ops.members(self.options.process_set)
-        return self._weights.share()
+    def mean_of(self, loss: torch.Tensor) -> torch.Tensor:
+        """The mean over ranks that the window's gradients belong to, of a loss over theirs."""
+        share = self._weights.share()
+        # A mean over no samples may be NaN.
+        mean = loss.clone() if share is None else loss * share if share else torch.zeros_like(loss)
+        op = ReduceOp.Average if share is None else ReduceOp.Sum
+        allreduce_(mean, name=f"{self.prefix}loss", op=op, process_set=self.options.process_set)
+        return mean
 
     @property
     def weight(self) -> float | None:
@@ -610,5 +619,5 @@ class Reducer:
                 raise ValueError(f"weight works with op=Average, not {self.options.op.name}")
         if (weight is None) != (self.weight is None) and self.busy():
             raise RuntimeError("weight was set while gradients are being reduced")
-        self._weights.current = weight
+        self._weights.set(weight)
         self.attach()

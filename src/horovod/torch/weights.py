@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,31 +16,47 @@ class Weights:
 
     Each gradient is multiplied before it is accumulated. A pass is known by how many gradients its
     parameter has had in the window, so that parameters that are used in some passes only, and
-    backward passes inside backward passes, don't count twice.
+    backward passes inside backward passes, don't count twice; setting the weight begins a new one.
     """
 
     def __init__(self) -> None:
         self.current: float | None = None  # of the next pass; None: ranks are equal
         self.total: torch.Tensor | None = None  # 1 float64; over ranks, once that is under way
-        self._passes: dict[int, float] = {}
+        self._passes: list[float] = []
+        self._first = 0  # pass of the window that the current weight was set for
+
+    def set(self, weight: float | None) -> None:
+        """Weights the passes from here on."""
+        self.current = weight
+        self._first = len(self._passes)
 
     def restart(self) -> None:
         """Starts a new window."""
         self._passes.clear()
+        self._first = 0
         self.total = None
 
-    def watch(self, slot: Slot) -> Any:
-        """Weights the parameter's gradients from here on; gives what removes that again."""
+    def watch(self, slot: Slot, before: Callable[[], None]) -> Any:
+        """Weights the parameter's gradients from here on; gives what removes that again.
+
+        Args:
+            slot: the parameter's.
+            before: is called before each gradient.
+        """
         me = weakref.ref(self)
 
         def weigh(gradient: torch.Tensor) -> torch.Tensor | None:
             weights = me()
             if weights is None or weights.current is None:
                 return None
+            before()
             weighted = weights.weighted(slot, gradient)
-            slot.weighed += 1
+            slot.weighed = weights._pass_of(slot) + 1
             return weighted
 
+        if self._passes:  # unfrozen since: the passes until now had one weight
+            _scale(slot, sum(self._passes) / len(self._passes))
+            slot.weighed = len(self._passes)
         slot.weighing = True
         return slot.parameter.register_hook(weigh)  # type: ignore[no-untyped-call]
 
@@ -48,29 +64,46 @@ class Weights:
         """The parameter's gradient of the present pass as it counts."""
         if self.current is None:
             return gradient.clone()
-        self._passes.setdefault(slot.weighed, self.current)
+        if self._pass_of(slot) == len(self._passes):
+            self._passes.append(self.current)
         # A mean over no samples may be NaN.
         return gradient * self.current if self.current else torch.zeros_like(gradient)
 
+    def _pass_of(self, slot: Slot) -> int:
+        return max(slot.weighed, self._first)
+
+    def settle(self, slots: Iterable[Slot]) -> None:
+        """Weights what no pass of the window has accumulated, such as gradients set by hand."""
+        if self._passes:
+            for slot in slots:
+                if not slot.weighed:
+                    _scale(slot, sum(self._passes))
+
     def start(self) -> torch.Tensor:
-        """This rank's share of `total`, which it becomes once it is reduced in place."""
-        self.total = torch.tensor([sum(self._passes.values())], dtype=torch.float64)
+        """This rank's part of `total`, which it becomes once it is reduced in place."""
+        self.total = torch.tensor([sum(self._passes)], dtype=torch.float64)
         return self.total
 
-    def share(self) -> float:
-        """This rank's part of `total`, once that is reduced."""
-        assert self.total is not None
-        return sum(self._passes.values()) / (self.total.item() or 1.0)
+    def share(self) -> float | None:
+        """This rank's part of all that counts; None if ranks are equal, or none made a pass."""
+        total = 0.0 if self.total is None else self.total.item()
+        return sum(self._passes) / total if total else None
 
-    def divide(self, slots: Iterable[Slot]) -> None:
-        """Turns weighted sums into means; all stay zero where no rank had anything."""
+    def divide(self, slots: Iterable[Slot], size: int) -> None:
+        """Turns sums over `size` ranks into means, equal ones where no rank made a pass."""
         assert self.total is not None
-        total = self.total.item()
-        if total == 0.0:
-            return
+        total = self.total.item() or size
         for slot in slots:
             gradient = slot.parameter.grad
             if gradient is not None and not slot.unused:
                 with torch.no_grad():
                     gradient.div_(total)
                 slot.note()
+
+
+def _scale(slot: Slot, factor: float) -> None:
+    gradient = slot.parameter.grad
+    if gradient is not None:
+        with torch.no_grad():
+            # A mean over no samples may be NaN.
+            _ = gradient.mul_(factor) if factor else gradient.zero_()
