@@ -102,7 +102,7 @@ def reduce_op(op: int | None, average: bool | None) -> ReduceOp:
                 "give op or average, not both: average=True is op=Average, False is op=Sum"
             )
         warnings.warn(
-            "average is deprecated: use op=Average or op=Sum", DeprecationWarning, stacklevel=3
+            "average is deprecated: use op=Average or op=Sum", DeprecationWarning, stacklevel=4
         )
         return ReduceOp.Average if average else ReduceOp.Sum
     try:

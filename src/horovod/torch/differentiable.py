@@ -1,4 +1,4 @@
-"""The synchronous collectives that give new tensors and have gradients.
+"""The blocking collectives; those that give new tensors have gradients.
 
 They must not know how data travels. All members of ``process_set`` must make the call, with the
 same name; calls without one match in the order they are made. The order of results follows the
@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from horovod.common import ops
 from horovod.common.compression import NoneCompressor, bound
-from horovod.common.ops import Call, reduce_op
+from horovod.common.ops import Call, reduce_op, synchronize
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.torch import library
 from horovod.torch.collectives import (
@@ -25,8 +26,16 @@ from horovod.torch.collectives import (
     REDUCESCATTER,
     Collective,
 )
-from horovod.torch.ops import Average, Compressing, Tensors, group, is_tracing
-from horovod.torch.views import require_tensor
+from horovod.torch.ops import (
+    Average,
+    Compressing,
+    Tensors,
+    broadcast_async_,
+    group,
+    is_tracing,
+    submit_reduction,
+)
+from horovod.torch.views import in_place, require_tensor
 
 
 @dataclass
@@ -126,6 +135,26 @@ def _compressed(
     ]
 
 
+def _reduction(call: Call | library.TracedCall, op: int | None, average: bool | None) -> int:
+    """What ``op=`` and ``average=`` mean together."""
+    choose = library.reduce_op if isinstance(call, library.TracedCall) else reduce_op
+    return choose(op, average)
+
+
+def _overwritten(
+    row: Collective,
+    tensors: Tensors,
+    name: str | None,
+    process_set: ProcessSet,
+    grouped: bool,
+    *arguments: Any,
+) -> tuple[torch.Tensor, ...]:
+    """An in-place form in a graph, where the compiler sees to what really is in place."""
+    with torch.no_grad(), library.TracedCall(row.op, name, process_set, grouped=grouped) as call:
+        results = call.run(row, tensors, *arguments)
+        return tuple(t.copy_(result) for t, result in zip(tensors, results, strict=True))
+
+
 def allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -162,9 +191,28 @@ def allreduce(
         HorovodInternalError: members disagree, a peer is lost, or the engine isn't running.
     """
     with _call(ALLREDUCE, name, process_set) as call:
-        choose = library.reduce_op if isinstance(call, library.TracedCall) else reduce_op
-        scaled = (choose(op, average), prescale_factor, postscale_factor)
+        scaled = (_reduction(call, op, average), prescale_factor, postscale_factor)
         return _compressed(ALLREDUCE, call, compression, [tensor], *scaled)[0]
+
+
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """As `allreduce`, but writes the result into the tensor and gives that; not differentiable."""
+    scales = (prescale_factor, postscale_factor)
+    if is_tracing():
+        chosen = library.reduce_op(op, average)
+        return _overwritten(ALLREDUCE, [tensor], name, process_set, False, chosen, *scales)[0]
+    result: torch.Tensor = synchronize(
+        submit_reduction(ops.ALLREDUCE, (tensor,), in_place, name, op, average, scales, process_set)
+    )
+    return result
 
 
 def grouped_allreduce(
@@ -193,9 +241,30 @@ def grouped_allreduce(
         New tensors, in the order of `tensors`.
     """
     with _call(ALLREDUCE, name, process_set, grouped=True) as call:
-        choose = library.reduce_op if isinstance(call, library.TracedCall) else reduce_op
-        scaled = (choose(op, average), prescale_factor, postscale_factor)
+        scaled = (_reduction(call, op, average), prescale_factor, postscale_factor)
         return _compressed(ALLREDUCE, call, compression, group(tensors), *scaled)
+
+
+def grouped_allreduce_(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> tuple[torch.Tensor, ...]:
+    """As `grouped_allreduce`, but writes into the tensors and gives those; not differentiable."""
+    scales = (prescale_factor, postscale_factor)
+    if is_tracing():
+        chosen = library.reduce_op(op, average)
+        return _overwritten(ALLREDUCE, group(tensors), name, process_set, True, chosen, *scales)
+    results: tuple[torch.Tensor, ...] = synchronize(
+        submit_reduction(
+            ops.ALLREDUCE, tensors, in_place, name, op, average, scales, process_set, grouped=True
+        )
+    )
+    return results
 
 
 def allgather(
@@ -257,6 +326,19 @@ def broadcast(
     """
     with _call(BROADCAST, name, process_set) as call:
         return _run(BROADCAST, call, [tensor], root_rank)[0]
+
+
+def broadcast_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """As `broadcast`, but writes into the tensor and gives that; not differentiable."""
+    if is_tracing():
+        return _overwritten(BROADCAST, [tensor], name, process_set, False, root_rank)[0]
+    result: torch.Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+    return result
 
 
 def alltoall(
@@ -325,8 +407,7 @@ def reducescatter(
             isn't running.
     """
     with _call(REDUCESCATTER, name, process_set) as call:
-        choose = library.reduce_op if isinstance(call, library.TracedCall) else reduce_op
-        scaled = (choose(op, None), prescale_factor, postscale_factor)
+        scaled = (_reduction(call, op, None), prescale_factor, postscale_factor)
         return _compressed(REDUCESCATTER, call, compression, [tensor], *scaled)[0]
 
 
@@ -341,6 +422,5 @@ def grouped_reducescatter(
 ) -> list[torch.Tensor]:
     """Reduces and scatters several tensors as one call; otherwise as `reducescatter`."""
     with _call(REDUCESCATTER, name, process_set, grouped=True) as call:
-        choose = library.reduce_op if isinstance(call, library.TracedCall) else reduce_op
-        scaled = (choose(op, None), prescale_factor, postscale_factor)
+        scaled = (_reduction(call, op, None), prescale_factor, postscale_factor)
         return _compressed(REDUCESCATTER, call, compression, group(tensors), *scaled)

@@ -1,4 +1,4 @@
-"""The asynchronous and in-place collectives; must not know how data travels, nor of gradients.
+"""The asynchronous collectives; must not know how data travels, nor of gradients.
 
 All members of ``process_set`` must make the call, with the same name; calls without one match in
 the order they are made. The order of results follows the ranks of the set, the root is a global
@@ -20,7 +20,7 @@ import torch
 from horovod.common import ops, sites
 from horovod.common.compression import Compressor, NoneCompressor
 from horovod.common.exceptions import HorovodInternalError
-from horovod.common.ops import Call, ReduceOp, reduce_op, synchronize
+from horovod.common.ops import Call, Op, ReduceOp, reduce_op
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.torch.views import Staged, in_place, to_engine, to_new
 
@@ -44,27 +44,6 @@ TRACEABLE = hasattr(torch.library, "register_autograd")  # torch 2.4
 def is_tracing() -> bool:
     """Whether this runs to become part of a compiled graph."""
     return TRACEABLE and torch.compiler.is_compiling()
-
-
-def _traced_reduction(
-    tensors: Tensors,
-    average: bool | None,
-    name: str | None,
-    op: int | None,
-    scales: tuple[float, float],
-    process_set: ProcessSet,
-    grouped: bool,
-) -> tuple[torch.Tensor, ...]:
-    """The in-place form in a graph, where the compiler sees to what really is in place."""
-    from horovod.torch import differentiable
-
-    with torch.no_grad():
-        options: Any = (average, name, NoneCompressor, op, *scales, process_set)
-        if grouped:
-            results = differentiable.grouped_allreduce(tensors, *options)
-        else:
-            results = [differentiable.allreduce(tensors[0], *options)]
-        return tuple(t.copy_(result) for t, result in zip(tensors, results, strict=True))
 
 
 def group(tensors: Tensors) -> list[torch.Tensor]:
@@ -106,6 +85,26 @@ def submit(
     return call.submit([one.view for one in staged], finish, keep=staged, **options)
 
 
+def submit_reduction(
+    kind: Op,
+    tensors: Tensors,
+    stage: Callable[[torch.Tensor], Staged],
+    name: str | None,
+    op: int | None,
+    average: bool | None,
+    scales: tuple[float, float],
+    process_set: ProcessSet,
+    grouped: bool = False,
+) -> int:
+    """Submits a call that reduces; `scales` are before and after. For what users call directly."""
+    with Call(kind, name, process_set, grouped=grouped) as call:
+        prescale, postscale = scales
+        chosen = reduce_op(op, average)
+        return submit(
+            call, tensors, stage, reduce_op=chosen, prescale=prescale, postscale=postscale
+        )
+
+
 def allreduce_async(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -116,41 +115,10 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As `allreduce`, but gives a handle at once; `synchronize` then gives a new tensor."""
-    with Call(ops.ALLREDUCE, name, process_set) as call:
-        return submit(
-            call,
-            (tensor,),
-            to_new,
-            reduce_op=reduce_op(op, average),
-            prescale=prescale_factor,
-            postscale=postscale_factor,
-        )
-
-
-def allreduce_(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """As `allreduce`, but writes the result into the tensor and gives that; not differentiable."""
-    if is_tracing():
-        scales = (prescale_factor, postscale_factor)
-        return _traced_reduction([tensor], average, name, op, scales, process_set, False)[0]
-    with Call(ops.ALLREDUCE, name, process_set) as call:
-        handle = submit(
-            call,
-            (tensor,),
-            in_place,
-            reduce_op=reduce_op(op, average),
-            prescale=prescale_factor,
-            postscale=postscale_factor,
-        )
-    result: torch.Tensor = synchronize(handle)
-    return result
+    scales = (prescale_factor, postscale_factor)
+    return submit_reduction(
+        ops.ALLREDUCE, (tensor,), to_new, name, op, average, scales, process_set
+    )
 
 
 def allreduce_async_(
@@ -163,15 +131,10 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As `allreduce_`, but gives a handle at once; `synchronize` then gives the tensor itself."""
-    with Call(ops.ALLREDUCE, name, process_set) as call:
-        return submit(
-            call,
-            (tensor,),
-            in_place,
-            reduce_op=reduce_op(op, average),
-            prescale=prescale_factor,
-            postscale=postscale_factor,
-        )
+    scales = (prescale_factor, postscale_factor)
+    return submit_reduction(
+        ops.ALLREDUCE, (tensor,), in_place, name, op, average, scales, process_set
+    )
 
 
 def grouped_allreduce_async(
@@ -184,41 +147,10 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As `grouped_allreduce`, but gives a handle at once; `synchronize` then gives a tuple."""
-    with Call(ops.ALLREDUCE, name, process_set, grouped=True) as call:
-        return submit(
-            call,
-            tensors,
-            to_new,
-            reduce_op=reduce_op(op, average),
-            prescale=prescale_factor,
-            postscale=postscale_factor,
-        )
-
-
-def grouped_allreduce_(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> tuple[torch.Tensor, ...]:
-    """As `grouped_allreduce`, but writes into the tensors and gives those; not differentiable."""
-    if is_tracing():
-        scales = (prescale_factor, postscale_factor)
-        return _traced_reduction(tensors, average, name, op, scales, process_set, True)
-    with Call(ops.ALLREDUCE, name, process_set, grouped=True) as call:
-        handle = submit(
-            call,
-            tensors,
-            in_place,
-            reduce_op=reduce_op(op, average),
-            prescale=prescale_factor,
-            postscale=postscale_factor,
-        )
-    results: tuple[torch.Tensor, ...] = synchronize(handle)
-    return results
+    scales = (prescale_factor, postscale_factor)
+    return submit_reduction(
+        ops.ALLREDUCE, tensors, to_new, name, op, average, scales, process_set, grouped=True
+    )
 
 
 def grouped_allreduce_async_(
@@ -231,15 +163,10 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As `grouped_allreduce_`, but gives a handle at once; `synchronize` then gives a tuple."""
-    with Call(ops.ALLREDUCE, name, process_set, grouped=True) as call:
-        return submit(
-            call,
-            tensors,
-            in_place,
-            reduce_op=reduce_op(op, average),
-            prescale=prescale_factor,
-            postscale=postscale_factor,
-        )
+    scales = (prescale_factor, postscale_factor)
+    return submit_reduction(
+        ops.ALLREDUCE, tensors, in_place, name, op, average, scales, process_set, grouped=True
+    )
 
 
 def allgather_async(
@@ -267,22 +194,6 @@ def broadcast_async(
     """As `broadcast`, but gives a handle at once."""
     with Call(ops.BROADCAST, name, process_set) as call:
         return submit(call, (tensor,), to_new, root=root_rank)
-
-
-def broadcast_(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """As `broadcast`, but writes into the tensor and gives that; not differentiable."""
-    if is_tracing():
-        from horovod.torch import differentiable
-
-        with torch.no_grad():
-            return tensor.copy_(differentiable.broadcast(tensor, root_rank, name, process_set))
-    result: torch.Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
-    return result
 
 
 def broadcast_async_(
@@ -350,15 +261,10 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """As `reducescatter`, but gives a handle at once."""
-    with Call(ops.REDUCESCATTER, name, process_set) as call:
-        return submit(
-            call,
-            (tensor,),
-            to_engine,
-            reduce_op=reduce_op(op, None),
-            prescale=prescale_factor,
-            postscale=postscale_factor,
-        )
+    scales = (prescale_factor, postscale_factor)
+    return submit_reduction(
+        ops.REDUCESCATTER, (tensor,), to_engine, name, op, None, scales, process_set
+    )
 
 
 def grouped_reducescatter_async(
@@ -370,15 +276,10 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """As `grouped_reducescatter`, but gives a handle at once; `synchronize` then gives a tuple."""
-    with Call(ops.REDUCESCATTER, name, process_set, grouped=True) as call:
-        return submit(
-            call,
-            tensors,
-            to_engine,
-            reduce_op=reduce_op(op, None),
-            prescale=prescale_factor,
-            postscale=postscale_factor,
-        )
+    scales = (prescale_factor, postscale_factor)
+    return submit_reduction(
+        ops.REDUCESCATTER, tensors, to_engine, name, op, None, scales, process_set, grouped=True
+    )
 
 
 def join(device: int = -1) -> int:

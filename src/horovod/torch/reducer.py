@@ -25,8 +25,9 @@ from horovod.common import basics, ops
 from horovod.common.compression import bound
 from horovod.common.ops import Call, ReduceOp
 from horovod.common.process_sets import ProcessSet
+from horovod.torch.differentiable import allreduce_
 from horovod.torch.names import prefix_for
-from horovod.torch.ops import Compressing, allreduce_
+from horovod.torch.ops import Compressing
 from horovod.torch.sparse import sparse_allreduce_async
 from horovod.torch.views import in_place
 from horovod.torch.weights import Weights
