@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from horovod.common import basics, ops
-from horovod.common.exceptions import MismatchError
+from horovod.common.exceptions import HorovodInternalError, MismatchError
 from horovod.common.ops import Call, ReduceOp, reduce_op, synchronize
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.torch.ops import Average, submit
@@ -30,7 +30,7 @@ def sparse_allreduce_async(
 ) -> Callable[[], torch.Tensor]:
     """As `sparse_allreduce`, but gives a function that waits for the result, in place of a handle.
 
-    That function may be called again and then gives the same tensor.
+    That function may be called again, and then gives the same tensor or raises the same error.
     """
     full_name = None if name is None else f"sparse_allreduce.{name}"
     with Call(ops.ALLGATHER, full_name, process_set, grouped=True) as call:
@@ -41,13 +41,25 @@ def sparse_allreduce_async(
     what = call.name
 
     @functools.cache
-    def finish() -> torch.Tensor:
+    def outcome() -> torch.Tensor | Exception:
+        try:
+            return reduced()
+        except (ValueError, HorovodInternalError) as error:
+            return error
+
+    def reduced() -> torch.Tensor:
         rows, values = synchronize(handle)
         is_fact = rows[:, 0] < 0  # facts are sent as their complement, and no index is negative
         _agree(what, ~rows[is_fact].cpu())
         indices = rows[~is_fact].t()
         result = torch.sparse_coo_tensor(indices, values, size, check_invariants=False)
         return _reduced(result, reduction, members)
+
+    def finish() -> torch.Tensor:
+        result = outcome()
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     return finish
 
