@@ -109,7 +109,7 @@ class Checkpointer:
             )
             raise MismatchError(f"checkpoint: the steps differ: {submitted}", submitted=submitted)
         self._run = started[0][1]
-        snapshot = _Snapshot(step, started[0][1], ops.members(self._set))
+        snapshot = _Snapshot(*started[0], ops.members(self._set))
         error = self._write(self._directory / snapshot.file(ops.index(self._set)), state)
         objects.agree("checkpoint.save", "write its snapshot", error, self._set)
         self._complete = [one for one in self._complete if one != snapshot] + [snapshot]

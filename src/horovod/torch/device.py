@@ -89,7 +89,7 @@ class Accelerator:
         Returns:
             The host tensor, and a function that blocks until that holds the values.
         """
-        # what a conjugated or negated view means is made on the device: a host tensor can't wait
+        # What a conjugated or negated view means is made on the device: a host tensor can't wait
         source = tensor.resolve_conj().resolve_neg()
         host = self._pinned(source.shape, dtype=source.dtype)
         ready = self._runtime.Event(blocking=True)

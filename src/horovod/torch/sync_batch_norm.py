@@ -125,9 +125,8 @@ class SyncBatchNorm(_BatchNorm):
         Raises:
             ValueError: a lazy layer has not seen its first input yet.
         """
-        converted: dict[
-            torch.nn.Module, SyncBatchNorm
-        ] = {}  # one layer in several places stays one
+        # One layer in several places stays one.
+        converted: dict[torch.nn.Module, SyncBatchNorm] = {}
         for path, layer in list(module.named_modules(remove_duplicate=False)):
             if not isinstance(layer, _BatchNorm) or isinstance(layer, cls):
                 continue
