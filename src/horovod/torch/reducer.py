@@ -517,6 +517,8 @@ class Reducer:
             if carries:
                 tensors.append(self._weights.start())
             staged = [in_place(tensor) for tensor in tensors]
+            for one in staged:  # all copies to the host have been started
+                one.ready()
             handle = call.submit(
                 [one.view for one in staged],
                 lambda result: result.outputs,
