@@ -33,12 +33,18 @@ class Staging(Protocol):
         """Values of the host in a new tensor on the device of `like`."""
 
 
+def _at_once() -> None:
+    """Waits for nothing."""
+
+
 class Host:
     """The host itself; what is there already is not copied."""
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
         """As `Staging.to_host`."""
-        return tensor.resolve_conj().resolve_neg().contiguous(), lambda: None
+        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            return tensor, _at_once
+        return tensor.resolve_conj().resolve_neg().contiguous(), _at_once
 
     def overwrite(self, target: torch.Tensor, host: torch.Tensor) -> None:
         """As `Staging.overwrite`."""
@@ -133,13 +139,13 @@ _STAGING: dict[str, Staging] = {
 }
 
 
-def staging(device: torch.device) -> Staging:
-    """The way to the host and back for a device.
+def staging(tensor: torch.Tensor) -> Staging:
+    """The way to the host and back for the tensor's device.
 
     Raises:
         ValueError: none is known for this kind of device.
     """
-    known = _STAGING.get(device.type)
+    known = _STAGING.get(tensor.device.type)
     if known is None:
-        raise ValueError(f"a tensor on {device} is not supported: pass tensor.cpu()")
+        raise ValueError(f"a tensor on {tensor.device} is not supported: pass tensor.cpu()")
     return known

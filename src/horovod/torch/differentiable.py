@@ -123,6 +123,8 @@ def _compressed(
     *arguments: Any,
 ) -> list[torch.Tensor]:
     """Runs the call on compressed tensors; those of calls without a name bind by place alone."""
+    if compression is NoneCompressor:
+        return list(_run(row, call, tensors, *arguments))
     for tensor in tensors:  # before a compressor trips over it
         require_tensor(tensor)
     name = call.op.name if call.unnamed else call.name

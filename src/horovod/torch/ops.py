@@ -65,8 +65,8 @@ def submit(
     staged = [stage(tensor) for tensor in (group(tensors) if call.grouped else tensors)]
     if not staged:
         raise ValueError("the list of tensors is empty")
-    devices = sorted({str(tensor.device) for tensor in tensors})
-    if len(devices) > 1:
+    if len(staged) > 1 and len({tensor.device for tensor in tensors}) > 1:
+        devices = sorted({str(tensor.device) for tensor in tensors})
         raise HorovodInternalError(
             f"{call.name}: the tensors of a group must be on one device, not on "
             f"{' and '.join(devices)}",

@@ -15,7 +15,7 @@ from torch.utils.dlpack import from_dlpack
 
 from horovod.common import ops
 from horovod.common.ops import View
-from horovod.torch.device import staging
+from horovod.torch.device import Staging, staging
 
 _DTYPES = {
     getattr(torch, dtype.name): int(dtype) for dtype in ops.DType if hasattr(torch, dtype.name)
@@ -63,25 +63,25 @@ def _pointer(tensor: torch.Tensor) -> int:
         raise ValueError(f"this tensor has no memory of its own: {error}") from error
 
 
-def _input(tensor: torch.Tensor) -> tuple[torch.Tensor, bool, Callable[[], None]]:
+def _input(way: Staging, tensor: torch.Tensor) -> tuple[torch.Tensor, bool, Callable[[], None]]:
     """The values on the host in row-major order, whether that is a copy, and the wait for them.
 
     If not a copy it refers to the memory itself, whatever the user assigns to `tensor` while the
     engine works.
     """
     alias = tensor.detach()
-    memory, ready = staging(alias.device).to_host(alias)
+    memory, ready = way.to_host(alias)
     return memory, memory is not alias, ready
 
 
 def to_new(tensor: torch.Tensor) -> Staged:
     """For a result in a new tensor of the same shape; a copied input is its own output."""
     dtype = _dtype(tensor)
-    source, copied, ready = _input(tensor)
+    way = staging(tensor)
+    source, copied, ready = _input(way, tensor)
     output = source if copied else torch.empty_like(source, memory_format=torch.contiguous_format)
     view = View(_pointer(source), _pointer(output), dtype, tuple(source.shape))
-    place = staging(tensor.device).place
-    return Staged(view, (source, output), ready, lambda _: place(output, tensor))
+    return Staged(view, (source, output), ready, lambda _: way.place(output, tensor))
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
@@ -102,14 +102,15 @@ def in_place(tensor: torch.Tensor) -> Staged:
         raise ValueError(
             "an expanded or overlapping tensor can't be written in place: pass tensor.contiguous()"
         )
-    memory, copied, ready = _input(tensor)
+    way = staging(tensor)
+    memory, copied, ready = _input(way, tensor)
     pointer = _pointer(memory)
 
     def finish(_: Any) -> torch.Tensor:
         if copied:
             # Inference tensors are written in inference mode only, leaves without autograd only.
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                staging(tensor.device).overwrite(tensor, memory)
+                way.overwrite(tensor, memory)
         elif not tensor.is_inference():
             # Autograd shall notice if backward needs what was overwritten.
             torch.autograd.graph.increment_version(tensor)
@@ -121,7 +122,7 @@ def in_place(tensor: torch.Tensor) -> Staged:
 def to_engine(tensor: torch.Tensor) -> Staged:
     """For a result of other rows, for which the engine allocates the memory."""
     dtype = _dtype(tensor)
-    source, _, ready = _input(tensor)
+    way = staging(tensor)
+    source, _, ready = _input(way, tensor)
     view = View(_pointer(source), 0, dtype, tuple(source.shape))
-    place = staging(tensor.device).place
-    return Staged(view, (source,), ready, lambda output: place(from_dlpack(output), tensor))
+    return Staged(view, (source,), ready, lambda output: way.place(from_dlpack(output), tensor))
