@@ -1,0 +1,137 @@
+"""Measures what small calls and small steps cost beside another checkout, and prints a table.
+
+    python benchmarks/overhead.py --against ../older/src
+
+Starts a job for each checkout in turn, several times, with one process and with two. A cell is the
+fastest of many short batches in microseconds, which is the one number that other programs on the
+machine hardly move.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PARAMETERS = 161  # as many as ResNet-50 has
+
+
+def eager(hvd: Any, torch: Any) -> dict[str, Callable[[], Any]]:
+    """Blocking calls on 4 B, by what they are."""
+    x = torch.ones(1)
+    wanting = torch.ones(1, requires_grad=True)
+    ten = [torch.ones(1) for _ in range(10)]
+    return {
+        "allreduce": lambda: hvd.allreduce(x),
+        "allreduce, named": lambda: hvd.allreduce(x, name="x"),
+        "allreduce, requires_grad": lambda: hvd.allreduce(wanting),
+        "allreduce_": lambda: hvd.allreduce_(x),
+        "allreduce_async_, synchronize": lambda: hvd.synchronize(hvd.allreduce_async_(x)),
+        "grouped_allreduce of 10": lambda: hvd.grouped_allreduce(ten),
+        "allgather": lambda: hvd.allgather(x),
+        "broadcast_": lambda: hvd.broadcast_(x, 0),
+    }
+
+
+def step(hvd: Any, torch: Any) -> dict[str, Callable[[], Any]]:
+    """A training step of many tiny parameters."""
+    layers = [torch.nn.Parameter(torch.ones(10)) for _ in range(PARAMETERS)]
+    named = [(f"layer{i}.weight", layer) for i, layer in enumerate(layers)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layers, lr=0.1), named_parameters=named)
+
+    def train() -> None:
+        optimizer.zero_grad()
+        torch.stack(layers).sum().backward()
+        optimizer.step()
+
+    return {f"step of {PARAMETERS} parameters": train}
+
+
+def fastest_us(call: Callable[[], Any], seconds: float, hvd: Any, torch: Any) -> float:
+    """Of batches that last about 2 ms, on all ranks the same number of them."""
+    for _ in range(20):
+        call()
+    start = time.perf_counter()
+    for _ in range(20):
+        call()
+    once_s = hvd.allreduce(torch.tensor([time.perf_counter() - start]), name="once").item() / 20
+    each = max(1, int(2e-3 / once_s))
+    best = float("inf")
+    for _ in range(max(5, int(seconds / (each * once_s)))):
+        start = time.perf_counter()
+        for _ in range(each):
+            call()
+        best = min(best, time.perf_counter() - start)
+    return best / each * 1e6
+
+
+def work(options: argparse.Namespace) -> None:
+    """What each rank does; rank 0 leaves its times in a file."""
+    import torch
+
+    import horovod.torch as hvd
+
+    torch.set_num_threads(1)
+    hvd.init()
+    calls = {**eager(hvd, torch), **(step(hvd, torch) if hvd.size() > 1 else {})}
+    times = {
+        name: fastest_us(call, options.seconds, hvd, torch)
+        for name, call in calls.items()
+        if options.only in name
+    }
+    if hvd.rank() == 0:
+        Path(options.work).write_text(json.dumps(times), encoding="utf-8")
+    hvd.shutdown()
+
+
+def measure(source: Path, processes: int, options: argparse.Namespace) -> dict[str, float]:
+    """Times of one job that runs the checkout whose Python sources are in `source`."""
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory, "times.json")
+        script = [sys.executable, os.path.abspath(__file__), "--work", str(file)]
+        script += ["--seconds", str(options.seconds), "--only", options.only]
+        command = [sys.executable, "-m", "horovod.runner", "-np", str(processes), *script]
+        environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, env=environment, check=True, timeout=300)
+        times: dict[str, float] = json.loads(file.read_text(encoding="utf-8"))
+        return times
+
+
+def main() -> None:
+    """Takes turns and prints the table; or is one rank."""
+    here = Path(__file__).resolve().parent.parent / "src"
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--against", type=Path, help="the folder src/ of a built checkout")
+    parser.add_argument("-np", type=int, nargs="+", default=[1, 2], help="numbers of processes")
+    parser.add_argument("--rounds", type=int, default=3, help="jobs for each checkout")
+    parser.add_argument("--seconds", type=float, default=0.3, help="for each call and job")
+    parser.add_argument("--only", default="", help="calls whose description contains this")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        work(options)
+        return
+    sources = [here, *([options.against.resolve()] if options.against else [])]
+    for processes in options.np:
+        best: list[dict[str, float]] = [{} for _ in sources]
+        for _ in range(options.rounds):
+            for source, known in zip(sources, best, strict=True):
+                for name, time_us in measure(source, processes, options).items():
+                    known[name] = min(time_us, known.get(name, time_us))
+        print(f"\n| {processes} process(es) | us" + (" | other, us | ratio |" * (len(best) > 1)))
+        print("|---|---" + "|---|---|" * (len(best) > 1))
+        for name, time_us in best[0].items():
+            others = [known[name] for known in best[1:]]
+            cells = [f"{time_us:.1f}", *(f"{o:.1f} | {time_us / o:.2f}" for o in others)]
+            print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
