@@ -62,6 +62,16 @@ def test_no_copy_overtakes_what_was_queued_before() -> None:
             assert torch.equal(late.read(mine), torch.full_like(plain, 7))
 
 
+@pytest.mark.np(2)
+def test_an_optimizer_sends_gradients_once_they_are_on_the_host() -> None:
+    with a_late_device():
+        weight = late.on_device(torch.zeros(6)).requires_grad_()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+        weight.grad = late.on_device(torch.full((6,), hvd.rank() + 1.0))  # queued, not done
+        optimizer.synchronize()
+        assert torch.equal(late.read(weight.grad), torch.full((6,), 1.5))
+
+
 @pytest.mark.np(1, 2)
 def test_in_place_the_result_is_there_for_what_is_queued_afterwards() -> None:
     n = hvd.size()
