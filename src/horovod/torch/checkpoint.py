@@ -108,8 +108,9 @@ class Checkpointer:
                 for rank, other in zip(self._set.ranks or (), started, strict=True)
             )
             raise MismatchError(f"checkpoint: the steps differ: {submitted}", submitted=submitted)
-        self._run = started[0][1]
-        snapshot = _Snapshot(*started[0], ops.members(self._set))
+        number, run = started[0]  # not `step`: that may be of a type that prints otherwise
+        self._run = run
+        snapshot = _Snapshot(number, run, ops.members(self._set))
         error = self._write(self._directory / snapshot.file(ops.index(self._set)), state)
         objects.agree("checkpoint.save", "write its snapshot", error, self._set)
         self._complete = [one for one in self._complete if one != snapshot] + [snapshot]
