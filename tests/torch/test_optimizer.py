@@ -79,6 +79,15 @@ def test_any_optimizer_can_be_wrapped() -> None:
     assert optimizer.step() == "stepped"
 
 
+@pytest.mark.parametrize("name", ["weight", "op", "reducer", "synchronize"])
+@pytest.mark.np(1)
+def test_an_attribute_that_would_mean_two_things_is_an_error(name: str) -> None:
+    optimizer = Custom(net().parameters(), power=3)
+    setattr(optimizer, name, 0.5)
+    with pytest.raises(ValueError, match=f"Custom has .*: {name}"):
+        hvd.DistributedOptimizer(optimizer)
+
+
 @pytest.mark.np(1, 2)
 def test_arguments_are_checked() -> None:
     """In the order of the rows: of two faults the first is reported."""

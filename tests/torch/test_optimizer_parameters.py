@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -282,6 +283,52 @@ def test_two_models_with_equal_names(name: str, options: dict[str, Any]) -> None
     close(pair.d, alone.d, net(1))
     same_on_all(pair.g)
     same_on_all(pair.d)
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.np(2)
+def test_two_models_with_some_equal_names(named: bool) -> None:
+    """As an encoder and a decoder of different depth, whose gradients are in flight together."""
+    models, alone = [nn.ModuleList([net(0), net(1)[:1]]) for _ in range(2)]  # type: ignore[index]
+    optimizers = [wrap(part, **({} if named else {"named_parameters": None})) for part in models]
+    plain = sgd(alone.parameters())
+    for step in range(3):
+        for each, x in ((models, data(hvd.rank(), step)), (alone, joined(range(2), step))):
+            each.zero_grad()
+            (each[0](x) * each[1](x)[:, :2]).square().mean().backward()
+        for optimizer in [*optimizers, plain]:
+            optimizer.step()
+    close(models, alone, nn.ModuleList([net(0), net(1)[:1]]))  # type: ignore[index]
+    same_on_all(models)
+
+
+@pytest.mark.np(2)
+def test_optimizers_work_in_threads_of_their_own() -> None:
+    models, alone = nn.ModuleDict({"a": net(0), "b": net(1)}), [net(0), net(1)]
+    optimizers = [
+        wrap(part, named_parameters=[(f"{name}.{n}", p) for n, p in part.named_parameters()])
+        for name, part in models.items()
+    ]
+    errors: list[BaseException] = []
+
+    def run(optimizer: Any, model: nn.Module) -> None:
+        try:
+            train(optimizer, model, [hvd.rank()], windows=[1] * 10)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=run, args=pair)
+        for pair in zip(optimizers, models.values(), strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for seed, (model, one) in enumerate(zip(models.values(), alone, strict=True)):
+        train(sgd(one.parameters()), one, range(2), windows=[1] * 10)
+        close(model, one, net(seed))
 
 
 @pytest.mark.np(2)

@@ -51,15 +51,16 @@ def names_of_group(groups: Groups, index: int) -> dict[torch.Tensor, str]:
 
 
 class _Prefixes:
-    """How often each set of names was used by an optimizer of this process."""
+    """How often each name was used by an optimizer of this process."""
 
     def __init__(self) -> None:
-        self._uses: dict[tuple[str, ...], int] = {}
+        self._uses: Counter[str] = Counter()
 
     def next(self, names: Iterable[str]) -> str:
-        key = tuple(sorted(names))
-        number = self._uses.get(key, 0)
-        self._uses[key] = number + 1
+        names = list(names)
+        number = max((self._uses[name] for name in names), default=0)
+        for name in names:
+            self._uses[name] = number + 1
         return f"optimizer{number}." if number else ""
 
 
@@ -67,9 +68,9 @@ _prefixes = _Prefixes()
 
 
 def prefix_for(names: Iterable[str]) -> str:
-    """Keeps apart the names of several optimizers over equally named parameters.
+    """Keeps apart the names of several optimizers with equal names of parameters among theirs.
 
-    Counts per set of names, so that an optimizer that only one rank has, say of a model for
-    evaluation, doesn't shift the others. Ranks create equally named ones in the same order.
+    Counts per name, so that an optimizer that only one rank has, say of a model for evaluation,
+    doesn't shift those of other names. Ranks create the others in the same order.
     """
     return _prefixes.next(names)

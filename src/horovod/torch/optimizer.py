@@ -24,6 +24,8 @@ from horovod.torch.wrapping import Wrapped, take_over
 class _Distributed(Wrapped):
     """Takes the wrapped optimizer's steps with reduced gradients."""
 
+    reducer: Reducer = None  # type: ignore[assignment]  # the name is taken
+
     def _distribute(self, names: dict[torch.Tensor, str], options: Options) -> None:
         super()._distribute(names, options)
         self.reducer = Reducer(names, options)
@@ -270,7 +272,8 @@ def DistributedOptimizer(
         `skip_synchronize`, `no_sync`, `weight` and `set_backward_passes_per_step` besides.
 
     Raises:
-        ValueError: an argument is wrong, names are missing or doubled, or init() was not called.
+        ValueError: an argument is wrong, names are missing or doubled, `optimizer` has an attribute
+            of a name that the result uses for another purpose, or init() was not called.
     """
     chosen = ops.reduce_op(op, None)
     if gradient_predivide_factor != 1.0 and chosen != Average:

@@ -115,6 +115,10 @@ class Reducer:
         """Comes before every name."""
         return f"{self._prefix}dropped{self._drops}." if self._drops else self._prefix
 
+    def _name_of(self, what: str) -> str:
+        """For a call that is of no parameter: other optimizers may be at work in other threads."""
+        return f"{self.prefix}{what}.{next(iter(self.names.values()))}"
+
     def delays(self) -> dict[torch.Tensor, int]:
         """How many more passes each hooked parameter's reduction waits for."""
         return {slot.parameter: slot.passes_left for slot in self._active}
@@ -449,7 +453,7 @@ class Reducer:
                 seen[int(sparse), i] = gradient.sparse_dim() if sparse else 1
         allreduce_(
             seen,
-            name=f"{self.prefix}gradients",
+            name=self._name_of("gradients"),
             op=ReduceOp.Max,
             process_set=self.options.process_set,
         )
@@ -592,7 +596,7 @@ class Reducer:
         if weights.total is None:  # no bucket took it along
             allreduce_(
                 weights.start(),
-                name=f"{self.prefix}weight",
+                name=self._name_of("weight"),
                 op=ReduceOp.Sum,
                 process_set=self.options.process_set,
             )
@@ -604,7 +608,7 @@ class Reducer:
         # A mean over no samples may be NaN.
         mean = loss.clone() if share is None else loss * share if share else torch.zeros_like(loss)
         op = ReduceOp.Average if share is None else ReduceOp.Sum
-        allreduce_(mean, name=f"{self.prefix}loss", op=op, process_set=self.options.process_set)
+        allreduce_(mean, name=self._name_of("loss"), op=op, process_set=self.options.process_set)
         return mean
 
     @property

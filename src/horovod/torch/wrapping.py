@@ -67,8 +67,18 @@ def take_over(
     """An object of a class derived from `mixin` and the optimizer's own, with all that it has.
 
     Groups, state, hooks and options are the optimizer's, by reference.
+
+    Raises:
+        ValueError: the optimizer has an attribute of a name that `mixin` uses.
     """
     kind: Any = type(optimizer)
+    of_torch = {*dir(torch.optim.Optimizer), "param_groups", "_step_supports_amp_scaling"}
+    hidden = sorted({*dir(optimizer)} & {*dir(mixin)} - of_torch)
+    if hidden:
+        raise ValueError(
+            f"{kind.__name__} has attributes that a DistributedOptimizer has too, for another "
+            f"purpose: {', '.join(hidden)}. Rename them"
+        )
     wrapper = _derived(mixin, kind)
     wrapped = wrapper.__new__(wrapper)
     for key, value in vars(optimizer).items():
