@@ -79,7 +79,14 @@ def flipped(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("damage", [missing, truncated, empty, never_placed, flipped])
+def mislabelled(path: Path) -> None:
+    """Harms the list of contents, which has no checksum."""
+    data = bytearray(path.read_bytes())
+    data[data.index(b"PK\1\2") + 21] ^= 255  # a length
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [missing, truncated, empty, never_placed, flipped, mislabelled])
 def test_one_damaged_file_takes_all_to_the_step_before(
     damage: Callable[[Path], None], run_in: RunIn, tmp_path: Path
 ) -> None:
@@ -158,6 +165,10 @@ def failing(directory: Path) -> None:
     assert checkpointer.resume() is not None
     with pytest.raises(ValueError, match="keep"):
         hvd.Checkpointer(directory, keep=0)
+    elsewhere = directory / "a file" if hvd.rank() else directory
+    (directory / "a file").touch()
+    with pytest.raises(hvd.HorovodInternalError, match="rank 1 could not write"):
+        hvd.Checkpointer(elsewhere).save(2, 0)
 
 
 def test_a_failure_on_one_rank_is_raised_on_all(run_in: RunIn, tmp_path: Path) -> None:

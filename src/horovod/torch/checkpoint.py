@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
 import os
+import pickle
 import re
 import struct
 import time
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +24,10 @@ from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.torch.gather import gather_plain
 
 _NAME = re.compile(r"step-(\d+)\.run-([0-9a-f]+)\.rank-(\d+)-of-(\d+)\.pt(\.partial)?")
-_DAMAGED = (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, struct.error)
+_DAMAGED = (
+    *(OSError, EOFError, ValueError, RuntimeError),
+    *(zipfile.BadZipFile, struct.error, zlib.error),
+)
 _log = logging.getLogger("horovod")
 
 
@@ -180,7 +186,8 @@ class Checkpointer:
             finally:
                 os.close(directory)
         except Exception as error:  # pickling a state may raise anything
-            partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the others wait to be told of the first error
+                partial.unlink()
             return error
         return None
 
@@ -221,10 +228,13 @@ class Checkpointer:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether the checksums in the file, a ZIP archive, are right."""
+    """Whether the checksums in the file, a ZIP archive, are right, and torch can read it."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
+        if damaged is None:
+            with contextlib.suppress(pickle.UnpicklingError):  # loading judges what it may hold
+                torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except _DAMAGED as error:
         damaged = str(error)
     if damaged is not None:
