@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import horovod.torch as hvd
 from reference import adasum, data, loss_of, net, same_on_all, wrap
@@ -70,3 +71,28 @@ def test_adasum_mode_leaves_nothing_to_wait_for_before_the_step() -> None:
     before = copy.deepcopy(model)
     assert optimizer.step(closure).item() == loss_of(before, data(hvd.rank())).item()
     same_on_all(model)
+
+
+@pytest.mark.np(2)
+def test_a_step_that_fails_is_not_taken() -> None:
+    parameter = nn.Parameter(torch.full((2 + hvd.rank(),), 10.0))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), op=hvd.Adasum)
+    parameter.sum().backward()
+    with pytest.raises(hvd.HorovodInternalError, match="shape"):
+        optimizer.step()
+    assert (parameter == 10).all()
+
+
+@pytest.mark.np(2)
+def test_each_parameter_has_a_residual_of_its_own() -> None:
+    moved, still = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(8))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([moved, still], lr=0.1),
+        op=hvd.Adasum,
+        compression=hvd.Compression.error_feedback(hvd.Compression.fp16),
+    )
+    for _ in range(3):
+        optimizer.zero_grad()
+        ((moved * torch.rand(8)).sum() + 0 * still.sum()).backward()
+        optimizer.step()
+    assert (still == 0).all() and not (moved == 0).any()

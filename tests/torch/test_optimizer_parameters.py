@@ -531,3 +531,22 @@ def test_a_gradient_that_differs_in_shape_is_a_mismatch_and_the_rest_goes_on() -
             optimizer.step()
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+@pytest.mark.np(2)
+def test_a_collective_between_backward_and_step_waits_for_nobody(groups: int | None) -> None:
+    """Rank 0 has every gradient, so its backward waits for those that rank 1 has not started."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(3, 3) for name in "ab"})
+    optimizer = wrap(model, groups=groups)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model["a"](torch.ones(2, 3)).sum()
+        if hvd.rank() == 0:
+            loss = loss + model["b"](torch.ones(2, 3)).sum()
+        loss.backward()
+        hvd.allreduce(loss.detach(), name="loss")
+        hvd.barrier()
+        optimizer.step()
+    same_on_all(model)

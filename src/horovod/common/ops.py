@@ -11,7 +11,8 @@ import itertools
 import operator
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from types import TracebackType
@@ -389,10 +390,49 @@ def synchronize(handle: int) -> Any:
     pending = _calls.pending.get(handle)
     if pending is None:
         return None
+    if _debts.owed and not _debts.paying:
+        with paying():
+            for finish in list(_debts.owed.values()):
+                finish()
     result = basics.result_of(
         pending.engine, pending.ticket, pending.name, lambda: _calls.claim(handle, pending)
     )
     return None if result is None else pending.finish(result)
+
+
+class _Debts(threading.local):
+    """What this thread has begun that other ranks may be waiting for, and how to finish it."""
+
+    def __init__(self) -> None:
+        self.owed: dict[int, Callable[[], None]] = {}
+        self.paying = False
+
+
+_debts = _Debts()
+
+
+def owe(who: int, finish: Callable[[], None]) -> None:
+    """Has `finish` called before this thread next waits for other ranks in `synchronize`.
+
+    For calls that this rank has put off: another may already wait for them, and can't come to
+    whatever this rank would wait for.
+    """
+    _debts.owed[who] = finish
+
+
+def owe_nothing(who: int) -> None:
+    """Takes back what `owe` said."""
+    _debts.owed.pop(who, None)
+
+
+@contextmanager
+def paying() -> Iterator[None]:
+    """Inside it nothing owed is finished: this is the finishing."""
+    before, _debts.paying = _debts.paying, True
+    try:
+        yield
+    finally:
+        _debts.paying = before
 
 
 def run() -> int:

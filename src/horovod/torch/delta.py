@@ -6,14 +6,15 @@ made to the parameters are combined (Maleki et al., arXiv:2006.02924, section 3.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from horovod.common import ops
+from horovod.common.compression import bound
+from horovod.common.exceptions import HorovodInternalError
 from horovod.common.ops import ReduceOp
 from horovod.common.process_sets import ProcessSet
 from horovod.torch.names import prefix_for
@@ -41,6 +42,14 @@ class DeltaOptimizer(Wrapped):
         """The ranks that combine their steps."""
         options: Options = self._options
         return options.process_set
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Notes how many passes come before a step; nothing depends on it."""
+        self.backward_passes_per_step = passes
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Changes nothing: backward passes send nothing."""
+        return nullcontext()
 
     def synchronize(self) -> None:
         """Does nothing: there is nothing to wait for before ``step()``."""
@@ -77,31 +86,44 @@ class DeltaOptimizer(Wrapped):
         before = [p.detach().clone() for p in parameters]
         result: Any = super().step(closure)
         with torch.no_grad():
-            for parameter, old in zip(parameters, before, strict=True):
-                parameter.sub_(old)  # until the others' differences are there
-            self._combine(parameters)
-            for parameter, old in zip(parameters, before, strict=True):
-                parameter.add_(old)
+            deltas = [p - old for p, old in zip(parameters, before, strict=True)]
+            try:
+                self._combine(parameters, deltas)
+            except Exception:
+                for parameter, old in zip(parameters, before, strict=True):
+                    parameter.copy_(old)  # no rank has taken the step
+                raise
+            for parameter, old, delta in zip(parameters, before, deltas, strict=True):
+                parameter.copy_(old.add_(delta))
         return result
 
     step.hooked = True  # type: ignore[attr-defined]  # the hooks are those of the wrapped step
 
-    def _combine(self, deltas: list[torch.Tensor]) -> None:
-        compression: Any = self._options.compression
+    def _combine(self, parameters: list[torch.Tensor], deltas: list[torch.Tensor]) -> None:
+        """Makes each delta Adasum of all ranks'."""
+        sent: list[tuple[torch.Tensor, Any, torch.Tensor, Any]] = []
         handles = []
-        finishers: list[Callable[[], None]] = []
-        for delta in deltas:
-            wire, context = compression.compress(delta.detach())
-            name = self._prefix + self._parameter_names[delta]
-            handles.append(
-                allreduce_async_(wire, None, name, ReduceOp.Adasum, process_set=self.process_set)
-            )
-            finishers.append(functools.partial(self._finish, delta, wire, context))
-        ops.synchronize_all(handles)
-        for finish in finishers:
-            finish()
-
-    def _finish(self, delta: torch.Tensor, wire: torch.Tensor, context: Any) -> None:
-        reduced = self._options.compression.decompress(wire, context)
-        if reduced is not wire or wire.data_ptr() != delta.data_ptr():
-            delta.copy_(reduced)
+        errors: list[Exception] = []
+        for parameter, delta in zip(parameters, deltas, strict=True):
+            name = self._prefix + self._parameter_names[parameter]
+            compressor = bound(self._options.compression, name)
+            try:
+                wire, context = compressor.compress(delta)
+                handle = allreduce_async_(
+                    wire, name=name, op=ReduceOp.Adasum, process_set=self.process_set
+                )
+            except Exception as error:  # the others wait for every name
+                errors.append(error)
+            else:
+                handles.append(handle)
+                sent.append((delta, compressor, wire, context))
+        try:
+            ops.synchronize_all(handles)
+        except (HorovodInternalError, ValueError) as error:
+            errors.append(error)
+        if errors:
+            raise errors[0]
+        for delta, compressor, wire, context in sent:
+            reduced = compressor.decompress(wire, context)
+            if reduced is not delta:
+                delta.copy_(reduced)

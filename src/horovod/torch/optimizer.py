@@ -269,7 +269,8 @@ def DistributedOptimizer(
 
     Returns:
         An instance of a class derived from that of `optimizer`, with `synchronize`,
-        `skip_synchronize`, `no_sync`, `weight` and `set_backward_passes_per_step` besides.
+        `skip_synchronize`, `no_sync`, `weight` and `set_backward_passes_per_step` besides. With
+        Adasum it has no `weight`, and `skip_synchronize` raises AssertionError.
 
     Raises:
         ValueError: an argument is wrong, names are missing or doubled, `optimizer` has an attribute

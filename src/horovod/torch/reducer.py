@@ -227,6 +227,7 @@ class Reducer:
         """Starts a new window: the step has used the gradients, or they were dropped."""
         self.reduced = False
         self._open = None
+        ops.owe_nothing(id(self))
         self._weights.restart()
         for slot in self._active:
             slot.passes_left = self._passes
@@ -341,6 +342,14 @@ class Reducer:
 
         Not for a parameter that no rank has ever used.
         """
+        me = weakref.ref(self)
+
+        def finish() -> None:
+            reducer = me()
+            if reducer is not None and reducer.started and not in_backward():
+                reducer.complete()
+
+        ops.owe(id(self), finish)
         known = any(slot.layout != UNSEEN for slot in self._active)
         self._open = 0
         for slot in self._active:
@@ -415,8 +424,11 @@ class Reducer:
             )
         self._drop_stale()
         self.attach()
-        if not self._active or (self.reduced and not self.dropped()):
-            return
+        if self._active and not self.reduced:
+            with ops.paying():
+                self._complete()
+
+    def _complete(self) -> None:
         errors: list[Exception] = []
 
         def attempt(what: Callable[[], None]) -> None:
@@ -442,6 +454,7 @@ class Reducer:
             self.restart()
             raise errors[0]
         self.reduced = True
+        ops.owe_nothing(id(self))
 
     def _learn(self) -> None:
         """Ranks tell each other which gradients they have, and of which layout."""
