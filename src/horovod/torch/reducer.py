@@ -181,8 +181,8 @@ class Reducer:
                     reducer.drop()  # or this pass would count for the window before
 
             for slot in self._active:
-                if slot.parameter.requires_grad and not slot.weighing:
-                    self._removers.append(self._weights.watch(slot, before))
+                if slot.parameter.requires_grad:
+                    self._weights.watch(slot, before)
 
     def _hook(self, slot: Slot) -> None:
         owner = _owners.get(slot.parameter, lambda: None)()
@@ -206,6 +206,7 @@ class Reducer:
         """Another reducer has the parameters now."""
         for remover in self._removers:
             remover.remove()
+        self._weights.unwatch()
         self.forget()
         self._active, self._buckets = [], []
         self.retired = True

@@ -24,6 +24,9 @@ class Weights:
         self.total: torch.Tensor | None = None  # 1 float64; over ranks, once that is under way
         self._passes: list[float] = []
         self._first = 0  # pass of the window that the current weight was set for
+        # Nothing that a parameter refers to may hold its node, whose hold on it the collector of
+        # garbage can't see; nor does torch hold the node.
+        self._watched: dict[Slot, tuple[Any, ...]] = {}
 
     def set(self, weight: float | None) -> None:
         """Weights the passes from here on."""
@@ -36,29 +39,44 @@ class Weights:
         self._first = 0
         self.total = None
 
-    def watch(self, slot: Slot, before: Callable[[], None]) -> Any:
-        """Weights the parameter's gradients from here on; gives what removes that again.
+    def watch(self, slot: Slot, before: Callable[[], None]) -> None:
+        """Weights the parameter's gradients from here on.
 
         Args:
             slot: the parameter's.
             before: is called before each gradient.
         """
+        parameter = slot.parameter
+        kind = parameter.dtype, parameter.device  # with these torch changes the node
+        if slot in self._watched and self._watched[slot][:2] == kind:
+            return
         me = weakref.ref(self)
 
-        def weigh(gradient: torch.Tensor) -> torch.Tensor | None:
+        def weigh(gradients: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
             weights = me()
             if weights is None or weights.current is None:
                 return None
             before()
-            weighted = weights.weighted(slot, gradient)
+            weighted = weights.weighted(slot, gradients[0])
             slot.weighed = weights._pass_of(slot) + 1
-            return weighted
+            return (weighted,)
 
-        if self._passes:  # unfrozen since: the passes until now had one weight
+        if self._passes and slot not in self._watched:
+            # Unfrozen since: the passes until now had one weight.
             _scale(slot, sum(self._passes) / len(self._passes))
             slot.weighed = len(self._passes)
-        slot.weighing = True
-        return slot.parameter.register_hook(weigh)  # type: ignore[no-untyped-call]
+        # A hook of the parameter would also change what torch.autograd.grad() returns, which is
+        # part of losses; this node runs only where gradients are accumulated.
+        with torch.enable_grad():
+            node: Any = parameter.view_as(parameter).grad_fn
+        accumulator = node.next_functions[0][0]
+        self._watched[slot] = (*kind, accumulator, accumulator.register_prehook(weigh))
+
+    def unwatch(self) -> None:
+        """Leaves all gradients as they are from here on."""
+        for *_, hook in self._watched.values():
+            hook.remove()
+        self._watched.clear()
 
     def weighted(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
         """The parameter's gradient of the present pass as it counts."""

@@ -27,7 +27,6 @@ class Slot:
     expected: bool = False  # the end of backward waits for it
     arrived: bool = False
     unused: bool = False  # no rank has a gradient: none travels
-    weighing: bool = False  # has a hook for it
     weighed: int = 0  # passes whose gradient was weighted
     early: torch.Tensor | None = None  # the copy that travels, if it left before it arrived
     gradient: torch.Tensor | None = None  # what was submitted and will be, or is, reduced
