@@ -303,6 +303,22 @@ def test_two_models_with_some_equal_names(named: bool) -> None:
 
 
 @pytest.mark.np(2)
+def test_two_optimizers_can_both_add_groups() -> None:
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(4)]
+    optimizers = [
+        hvd.DistributedOptimizer(torch.optim.SGD([p], lr=0.1), [(name, p)])
+        for name, p in zip("ab", parameters[:2], strict=True)
+    ]
+    for optimizer, parameter in zip(optimizers, parameters[2:], strict=True):
+        optimizer.add_param_group({"params": [parameter]})
+    sum((p * (1 + hvd.rank())).sum() for p in parameters).backward()  # type: ignore[union-attr]
+    for optimizer in optimizers:
+        optimizer.step()
+    for parameter in parameters:
+        torch.testing.assert_close(parameter.grad, torch.full((2,), 1.5))
+
+
+@pytest.mark.np(2)
 def test_optimizers_work_in_threads_of_their_own() -> None:
     models, alone = nn.ModuleDict({"a": net(0), "b": net(1)}), [net(0), net(1)]
     optimizers = [

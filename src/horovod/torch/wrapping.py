@@ -21,8 +21,10 @@ class Wrapped(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters, as for the wrapped optimizer; they are reduced too."""
         super().add_param_group(param_group)
+        # The first name tells optimizers apart that have added groups at equal places.
+        first = next(iter(self._parameter_names.values()), "")
         names = names_of_group(self.param_groups, len(self.param_groups) - 1)
-        self._parameter_names.update(names)
+        self._parameter_names.update((p, f"{name}.{first}") for p, name in names.items())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of the wrapped optimizer."""
