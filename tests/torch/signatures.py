@@ -55,6 +55,7 @@ SIGNATURES = {
     "backward_passes_per_step=1, op=A, gradient_predivide_factor=1.0, num_groups=0, groups=None, "
     "sparse_as_dense=False, process_set=G, "
     "*, skip_unused_parameters=False",
+    "overlap": "model, optimizer",
     "broadcast_parameters": "params, root_rank, *, process_set=G",
     "broadcast_optimizer_state": "optimizer, root_rank, model=None, *, process_set=G",
     "broadcast_object": "obj, root_rank=0, name=None, process_set=G",
@@ -119,7 +120,7 @@ MODULES = {
 # What of SIGNATURES `horovod.torch.mpi_ops` doesn't have.
 ELSEWHERE = """
     DistributedOptimizer broadcast_parameters broadcast_optimizer_state broadcast_object
-    allgather_object metric_average shard_dataset scatter_dataset _check_has_gpu
+    allgather_object metric_average overlap shard_dataset scatter_dataset _check_has_gpu
 """
 
 # What of the object ``horovod.torch.mpi_ops._basics`` is asked for.

@@ -83,6 +83,7 @@ from horovod.torch.ops import (
     reducescatter_async,
 )
 from horovod.torch.optimizer import DistributedOptimizer
+from horovod.torch.overlap import overlap
 from horovod.torch.sharding import scatter_dataset, shard_dataset
 from horovod.torch.sparse import sparse_allreduce, sparse_allreduce_async
 from horovod.torch.sync_batch_norm import SyncBatchNorm
@@ -144,6 +145,7 @@ __all__ = [
     "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
+    "overlap",
     "poll",
     "rank",
     "reducescatter",

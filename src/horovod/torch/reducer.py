@@ -234,7 +234,7 @@ class Reducer:
             slot.passes_left = self._passes
             slot.arrived = slot.unused = False
             slot.weighed = 0
-            slot.early = slot.gradient = None
+            slot.early = slot.seen = slot.source = slot.gradient = None
         for bucket in self._buckets:
             bucket.missing = len(bucket.slots)
             bucket.flight = None
@@ -293,6 +293,7 @@ class Reducer:
         slot.passes_left -= 1
         if slot.passes_left > 0:
             return
+        slot.compare()
         slot.arrived = True
         if slot.early is not None:
             slot.note()  # its copy is under way
@@ -371,22 +372,32 @@ class Reducer:
         """Starts the reduction of a gradient that backward is about to accumulate.
 
         Compiled backward passes run all hooks at their end; this is called from inside. The
-        window's last pass sends a copy, and completion writes it over the accumulated gradient.
+        window's last pass sends a copy, and completion writes it over the accumulated gradient; but
+        only if what was seen here in earlier windows was all that was accumulated.
 
         Args:
             index: the parameter's place in `parameters`.
             gradient: of this pass, of the parameter's shape; not modified.
         """
         slot = self._slots[self.parameters[index]]
-        if not slot.hooked or self.paused or slot.passes_left > 1:
+        waits = not slot.hooked or self.paused or slot.passes_left > 1 or slot.arrived
+        if waits or slot.alone is False:
             return
         self._check(slot)
-        if slot.early is not None:
-            raise AssertionError(f"gradient of {slot.name} was computed twice in one backward pass")
+        if slot.seen is not None:
+            slot.alone = False  # a second one in one pass
+            return
+        if not slot.watched:
+            slot.watched = True
+            self._removers.append(slot.parameter.register_hook(slot.reach))  # type: ignore[no-untyped-call]
         with torch.no_grad():
-            copy = self._weights.weighted(slot, gradient)
-            slot.early = copy if slot.parameter.grad is None else copy.add_(slot.parameter.grad)
-        self._fill(slot.bucket)
+            slot.source = gradient.detach() if slot.alone is None else None
+            slot.seen = self._weights.weighted(slot, gradient)
+            if slot.parameter.grad is not None:
+                slot.seen.add_(slot.parameter.grad)
+            slot.early = slot.seen.clone() if slot.alone else None
+        if slot.early is not None:
+            self._fill(slot.bucket)
 
     def _fill(self, bucket: Bucket) -> None:
         bucket.missing -= 1

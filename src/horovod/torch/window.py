@@ -12,6 +12,15 @@ UNSEEN, DENSE = -1, 0
 """Layouts of a gradient; a sparse one is its number of sparse dimensions."""
 
 
+def _same(seen: torch.Tensor, gradient: torch.Tensor | None) -> bool:
+    if gradient is None or gradient.layout is not seen.layout:
+        return False
+    if torch.equal(seen, gradient):
+        return True
+    both_nan = seen.isnan() & gradient.isnan()  # NaN isn't equal to itself
+    return bool(((seen == gradient) | both_nan).all())
+
+
 @dataclass(eq=False)
 class Slot:
     """One parameter, and how far its gradient is in this window."""
@@ -29,8 +38,40 @@ class Slot:
     unused: bool = False  # no rank has a gradient: none travels
     weighed: int = 0  # passes whose gradient was weighted
     early: torch.Tensor | None = None  # the copy that travels, if it left before it arrived
+    seen: torch.Tensor | None = None  # a copy of what left early, or would have
+    source: torch.Tensor | None = None  # what `seen` is a copy of, while `alone` is not known
+    watched: bool = False  # has a hook for `reach`
+    direct: bool = False  # the source was handed to the parameter as it was
+    alone: bool | None = None
+    """Whether what was seen has always been all that arrived; None: nothing was compared yet."""
     gradient: torch.Tensor | None = None  # what was submitted and will be, or is, reduced
     version: int = 0  # of `gradient` when it was submitted, then when it was reduced
+
+    def reach(self, total: torch.Tensor) -> None:
+        """Learns whether anything was added to the source on its way to the parameter.
+
+        The penalty of a weight that is zero at first adds nothing to the values, and comes later.
+        """
+        source, self.source = self.source, None
+        if source is not None:
+            self.direct = total.data_ptr() == source.data_ptr()
+
+    def compare(self) -> None:
+        """Learns whether what was seen early is what has been accumulated; raises if it had left.
+
+        In the end values tell: a compiled graph may add in place, and hooks change gradients.
+        """
+        seen, self.seen = self.seen, None
+        if seen is None:
+            return
+        alone = self.direct if self.alone is None else self.alone
+        self.alone = alone and _same(seen, self.parameter.grad)
+        if self.early is not None and not self.alone:
+            raise RuntimeError(
+                f"gradient of {self.name} left early, and was not all that backward accumulated: "
+                f"the parameter was used otherwise than in the first passes (several times, or "
+                f"outside of the model). Train without hvd.overlap(), or use it alike in all passes"
+            )
 
     def note(self) -> None:
         """Remembers the gradient as it is now."""
