@@ -274,7 +274,8 @@ def DistributedOptimizer(
 
     Raises:
         ValueError: an argument is wrong, names are missing or doubled, `optimizer` has an attribute
-            of a name that the result uses for another purpose, or init() was not called.
+            of a name that the result uses for another purpose, or, with Adasum, init() was not
+            called. With other operations nothing is reduced before init().
     """
     chosen = ops.reduce_op(op, None)
     if gradient_predivide_factor != 1.0 and chosen != Average:
