@@ -440,6 +440,12 @@ def run() -> int:
     return _calls.runs
 
 
+def enter() -> int:
+    """The `run` of the engine that runs now, which need not have had a call yet."""
+    _calls.enter(basics.engine())
+    return _calls.runs
+
+
 def synchronize_all(handles: Iterable[int]) -> list[Any]:
     """Synchronizes each handle, also after one has failed, then raises the first error."""
     results: list[Any] = []

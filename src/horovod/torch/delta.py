@@ -17,7 +17,6 @@ from horovod.common.compression import bound
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.ops import ReduceOp
 from horovod.common.process_sets import ProcessSet
-from horovod.torch.names import prefix_for
 from horovod.torch.ops import allreduce_async_
 from horovod.torch.reducer import Options
 from horovod.torch.wrapping import Wrapped
@@ -29,7 +28,6 @@ class DeltaOptimizer(Wrapped):
     def _distribute(self, names: dict[torch.Tensor, str], options: Options) -> None:
         super()._distribute(names, options)
         self.backward_passes_per_step = options.passes
-        self._prefix = prefix_for(names.values())
 
     @property
     def op(self) -> ReduceOp:
@@ -105,7 +103,7 @@ class DeltaOptimizer(Wrapped):
         handles = []
         errors: list[Exception] = []
         for parameter, delta in zip(parameters, deltas, strict=True):
-            name = self._prefix + self._parameter_names[parameter]
+            name = f"{self._prefix}{self._parameter_names[parameter]}"
             compressor = bound(self._options.compression, name)
             try:
                 wire, context = compressor.compress(delta)

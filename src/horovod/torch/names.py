@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from horovod.common import ops
+
 Groups = list[dict[str, Any]]
 
 
@@ -50,27 +52,46 @@ def names_of_group(groups: Groups, index: int) -> dict[torch.Tensor, str]:
     return {p: f"allreduce.noname.{index}.{i}" for i, p in enumerate(groups[index]["params"])}
 
 
-class _Prefixes:
-    """How often each name was used by an optimizer of this process."""
+class _Uses:
+    """How often each name was used by an optimizer of this process since the engine started."""
 
     def __init__(self) -> None:
-        self._uses: Counter[str] = Counter()
+        self._run = -1
+        self._count: Counter[str] = Counter()
 
-    def next(self, names: Iterable[str]) -> str:
-        names = list(names)
-        number = max((self._uses[name] for name in names), default=0)
+    def next(self, names: list[str], run: int) -> int:
+        if run != self._run:
+            self._run, self._count = run, Counter()
+        number = max((self._count[name] for name in names), default=0)
         for name in names:
-            self._uses[name] = number + 1
-        return f"optimizer{number}." if number else ""
+            self._count[name] = number + 1
+        return number
 
 
-_prefixes = _Prefixes()
+_uses = _Uses()
 
 
-def prefix_for(names: Iterable[str]) -> str:
+class Prefix:
     """Keeps apart the names of several optimizers with equal names of parameters among theirs.
 
     Counts per name, so that an optimizer that only one rank has, say of a model for evaluation,
-    doesn't shift those of other names. Ranks create the others in the same order.
+    doesn't shift those of other names. Ranks make, or first use, the others in the same order. A
+    copy counts once it is used, and with a new engine everything counts anew.
     """
-    return _prefixes.next(names)
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = list(names)
+        self._run = -1
+        self._text = ""
+
+    def claim(self) -> None:
+        """Counts from now on."""
+        self._run = ops.enter()
+        number = _uses.next(self._names, self._run)
+        self._text = f"optimizer{number}." if number else ""
+
+    def __str__(self) -> str:
+        """What comes before each name."""
+        if self._run != ops.run():
+            self.claim()
+        return self._text

@@ -28,7 +28,7 @@ class _Distributed(Wrapped):
 
     def _distribute(self, names: dict[torch.Tensor, str], options: Options) -> None:
         super()._distribute(names, options)
-        self.reducer = Reducer(names, options)
+        self.reducer = Reducer(names, self._prefix, options)
         self._asked = False  # the user has called synchronize() since the last step
         self._skipping = False
         self.reducer.attach()

@@ -10,6 +10,7 @@ backward pass completes the window, so that whatever comes next sees reduced gra
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import warnings
 import weakref
@@ -23,10 +24,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from horovod.common import basics, ops
 from horovod.common.compression import bound
+from horovod.common.exceptions import HorovodInternalError
 from horovod.common.ops import Call, ReduceOp
 from horovod.common.process_sets import ProcessSet
 from horovod.torch.differentiable import allreduce_
-from horovod.torch.names import prefix_for
+from horovod.torch.names import Prefix
 from horovod.torch.ops import Compressing
 from horovod.torch.sparse import sparse_allreduce_async
 from horovod.torch.views import in_place
@@ -58,6 +60,7 @@ def _fail(error: Exception) -> NoReturn:
     raise error
 
 
+_numbers = itertools.count()  # of the reducers of this process
 _owners: Any = WeakIdKeyDictionary()  # parameter -> weak reference to the one that reduces it
 
 
@@ -72,10 +75,11 @@ class Reducer:
 
     Args:
         names: of each parameter, in the optimizer's order; may grow later.
+        prefix: comes before them.
         options: see `Options`.
     """
 
-    def __init__(self, names: dict[torch.Tensor, str], options: Options) -> None:
+    def __init__(self, names: dict[torch.Tensor, str], prefix: Prefix, options: Options) -> None:
         self.options = options
         self.names = names
         self.reduced = False  # the window is complete, and its gradients wait for the step
@@ -83,7 +87,8 @@ class Reducer:
         self.paused = False
         self.parameters: list[torch.Tensor] = []
         """All of them, in the order of the optimizer's groups; `start_early` counts in it."""
-        self._prefix = prefix_for(names.values())
+        self._number = next(_numbers)
+        self._prefix = prefix
         self._passes = options.passes
         self._run = ops.run()  # that the handles belong to
         self._drops = 0
@@ -113,7 +118,7 @@ class Reducer:
     @property
     def prefix(self) -> str:
         """Comes before every name."""
-        return f"{self._prefix}dropped{self._drops}." if self._drops else self._prefix
+        return f"{self._prefix}dropped{self._drops}." if self._drops else str(self._prefix)
 
     def _name_of(self, what: str) -> str:
         """For a call that is of no parameter: other optimizers may be at work in other threads."""
@@ -137,7 +142,8 @@ class Reducer:
         fresh = [p for p in self.names if p not in self._slots]
         for parameter, bucket in zip(fresh, self._buckets_for(fresh), strict=True):
             name = self.names[parameter]
-            compressor = bound(self.options.compression, self._prefix + name)
+            # What it keeps is this optimizer's own: the name is never sent.
+            compressor = bound(self.options.compression, f"{self._number}.{name}")
             self._slots[parameter] = Slot(parameter, name, bucket, compressor, self._passes)
         self.parameters += fresh
 
@@ -464,7 +470,8 @@ class Reducer:
             attempt(self._divide)
         if errors:
             self.restart()
-            raise errors[0]
+            # What concerns all ranks explains what concerns this one.
+            raise next((e for e in errors if isinstance(e, HorovodInternalError)), errors[0])
         self.reduced = True
         ops.owe_nothing(id(self))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from horovod.torch.names import names_of_group, parameters_of
+from horovod.torch.names import Prefix, names_of_group, parameters_of
 
 
 class Wrapped(torch.optim.Optimizer):
@@ -16,6 +16,7 @@ class Wrapped(torch.optim.Optimizer):
     def _distribute(self, names: dict[torch.Tensor, str], options: Any) -> None:
         """Stands in for ``__init__``; the wrapped optimizer's attributes are there already."""
         self._parameter_names = names
+        self._prefix = Prefix(names.values())
         self._options = options
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -92,4 +93,5 @@ def take_over(
         # A scheduler that watches the given object must not miss the steps taken here.
         vars(optimizer)["_opt_called"] = True
     wrapped._distribute(names, options)
+    wrapped._prefix.claim()
     return wrapped
