@@ -38,7 +38,8 @@ TORCH = [
     ["collectives", "gather", "sparse"],
     ["library"],
     ["differentiable"],
-    ["functions", "metrics", "sharding", "checkpoint", "reducer"],
+    ["functions", "metrics", "sharding", "checkpoint", "flights"],
+    ["reducer"],
     ["delta", "overlap", "sync_batch_norm"],
     ["optimizer", "mpi_ops"],
 ]

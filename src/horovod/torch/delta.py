@@ -17,8 +17,8 @@ from horovod.common.compression import bound
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.ops import ReduceOp
 from horovod.common.process_sets import ProcessSet
+from horovod.torch.flights import Options
 from horovod.torch.ops import allreduce_async_
-from horovod.torch.reducer import Options
 from horovod.torch.wrapping import Wrapped
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from horovod.common import ops
+from horovod.common.process_sets import ProcessSet
 
 Groups = list[dict[str, Any]]
 
@@ -53,18 +54,19 @@ def names_of_group(groups: Groups, index: int) -> dict[torch.Tensor, str]:
 
 
 class _Uses:
-    """How often each name was used by an optimizer of this process since the engine started."""
+    """How often each name of a process set was used by an optimizer since the engine started."""
 
     def __init__(self) -> None:
         self._run = -1
-        self._count: Counter[str] = Counter()
+        self._count: Counter[tuple[int | None, str]] = Counter()
 
-    def next(self, names: list[str], run: int) -> int:
+    def next(self, names: list[str], process_set: ProcessSet, run: int) -> int:
         if run != self._run:
             self._run, self._count = run, Counter()
-        number = max((self._count[name] for name in names), default=0)
-        for name in names:
-            self._count[name] = number + 1
+        keys = [(process_set.uid, name) for name in names]
+        number = max((self._count[key] for key in keys), default=0)
+        for key in keys:
+            self._count[key] = number + 1
         return number
 
 
@@ -75,23 +77,25 @@ class Prefix:
     """Keeps apart the names of several optimizers with equal names of parameters among theirs.
 
     Counts per name, so that an optimizer that only one rank has, say of a model for evaluation,
-    doesn't shift those of other names. Ranks make, or first use, the others in the same order. A
-    copy counts once it is used, and with a new engine everything counts anew.
+    doesn't shift those of other names. Members of a process set make, or first use, the others in
+    the same order. A copy counts once it is used, and with a new engine everything counts anew.
     """
 
-    def __init__(self, names: Iterable[str]) -> None:
+    def __init__(self, names: Iterable[str], process_set: ProcessSet) -> None:
         self._names = list(names)
+        self._process_set = process_set
         self._run = -1
         self._text = ""
 
     def claim(self) -> None:
-        """Counts from now on."""
-        self._run = ops.enter()
-        number = _uses.next(self._names, self._run)
-        self._text = f"optimizer{number}." if number else ""
+        """Counts from now on, if it doesn't yet."""
+        run = ops.enter()
+        if run != self._run:
+            self._run = run
+            number = _uses.next(self._names, self._process_set, run)
+            self._text = f"optimizer{number}." if number else ""
 
     def __str__(self) -> str:
         """What comes before each name."""
-        if self._run != ops.run():
-            self.claim()
+        self.claim()
         return self._text

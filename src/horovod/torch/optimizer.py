@@ -15,9 +15,10 @@ from horovod.common.ops import ReduceOp
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.torch.compression import Compression
 from horovod.torch.delta import DeltaOptimizer
+from horovod.torch.flights import Options
 from horovod.torch.names import names_of, parameters_of
 from horovod.torch.ops import Average, Compressing
-from horovod.torch.reducer import Options, Reducer, in_backward
+from horovod.torch.reducer import Reducer, in_backward
 from horovod.torch.wrapping import Wrapped, take_over
 
 

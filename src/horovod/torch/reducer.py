@@ -16,7 +16,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -25,30 +24,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from horovod.common import basics, ops
 from horovod.common.compression import bound
 from horovod.common.exceptions import HorovodInternalError
-from horovod.common.ops import Call, ReduceOp
-from horovod.common.process_sets import ProcessSet
+from horovod.common.ops import ReduceOp
+from horovod.torch import flights
 from horovod.torch.differentiable import allreduce_
+from horovod.torch.flights import Options
 from horovod.torch.names import Prefix
-from horovod.torch.ops import Compressing
-from horovod.torch.sparse import sparse_allreduce_async
-from horovod.torch.views import in_place
 from horovod.torch.weights import Weights
-from horovod.torch.window import DENSE, UNSEEN, Bucket, Slot, check_untouched
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a set of gradients is reduced; the arguments of ``DistributedOptimizer``."""
-
-    compression: Compressing
-    passes: int
-    op: ReduceOp
-    predivide_factor: float
-    grouping: int | tuple[tuple[str, ...], ...] | None
-    """Number of buckets, or the names in each; None: every parameter goes by itself."""
-    sparse_as_dense: bool
-    skip_unused: bool
-    process_set: ProcessSet
+from horovod.torch.window import DENSE, UNSEEN, Bucket, Slot
 
 
 def in_backward() -> bool:
@@ -196,10 +178,11 @@ class Reducer:
             owner._retire()
         me = _owners[slot.parameter] = weakref.ref(self)
 
-        def hook(_: torch.Tensor) -> None:
+        def hook(parameter: torch.Tensor) -> None:
+            # Refers to no slot: the collector of garbage can't see that the parameter holds this.
             reducer = me()
             if reducer is not None:
-                reducer._arrive(slot)
+                reducer._arrive(reducer._slots[parameter])
 
         self._removers.append(
             slot.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -463,9 +446,10 @@ class Reducer:
             self._weights.settle(slot for bucket in waiting for slot in bucket.slots)
         for bucket in waiting:
             attempt(functools.partial(self._start, bucket))
-        for bucket in self._buckets:
-            if bucket.flight is not None:
-                attempt(functools.partial(self._land, bucket))
+        with torch.no_grad():
+            for bucket in self._buckets:
+                if bucket.flight is not None:
+                    attempt(functools.partial(flights.land, bucket, self.options))
         if self.weight is not None and not errors:
             attempt(self._divide)
         if errors:
@@ -506,122 +490,10 @@ class Reducer:
             self._buckets.append(slot.bucket)
 
     def _start(self, bucket: Bucket) -> None:
-        """Sends a bucket's gradients; a missing one counts as zeros."""
-        for slot in bucket.slots:
-            missing = slot.parameter.grad is None and slot.early is None
-            # A parameter frozen since stays without, as in plain torch.
-            if missing and slot.parameter.requires_grad and not self.options.skip_unused:
-                slot.parameter.grad = self._zeros(slot)
-            slot.note()
-        bucket.sent = [slot for slot in bucket.slots if not slot.unused]
-        if not bucket.sent:
-            return
-        slot = bucket.sent[0]
-        if slot.layout > DENSE and not self.options.sparse_as_dense:
-            self._start_sparse(bucket, slot)
-        else:
-            self._start_dense(bucket)
+        weights = None if self.weight is None else self._weights
+        carried = weights if bucket is self._carrier else None
+        flights.start(bucket, self.prefix, self.options, weights is not None, carried)
         self._run = ops.run()
-
-    def _zeros(self, slot: Slot) -> torch.Tensor:
-        if slot.layout <= DENSE:
-            return torch.zeros_like(slot.parameter)
-        shape = slot.parameter.shape
-        return torch.sparse_coo_tensor(
-            torch.empty(slot.layout, 0, dtype=torch.int64),
-            torch.empty(0, *shape[slot.layout :], dtype=slot.parameter.dtype),
-            shape,
-            device=slot.parameter.device,
-            is_coalesced=True,
-            check_invariants=False,
-        )
-
-    def _scales(self) -> dict[str, Any]:
-        factor = self.options.predivide_factor
-        # Weighted gradients are divided by the sum of the weights instead of the number of ranks.
-        op = self.options.op if self.weight is None else ReduceOp.Sum
-        return {"reduce_op": op, "prescale": 1.0 / factor, "postscale": factor}
-
-    def _start_dense(self, bucket: Bucket) -> None:
-        slots = bucket.sent
-        carries = self.weight is not None and bucket is self._carrier
-        grouped = len(bucket.slots) > 1
-        name = self.prefix + bucket.slots[0].name
-        with Call(ops.ALLREDUCE, name, self.options.process_set, grouped=grouped) as call:
-            packed = [slot.compressor.compress(self._dense(slot)) for slot in slots]
-            tensors = [tensor for tensor, _ in packed]
-            if carries:
-                tensors.append(self._weights.start())
-            staged = [in_place(tensor) for tensor in tensors]
-            for one in staged:  # all copies to the host have been started
-                one.ready()
-            handle = call.submit(
-                [one.view for one in staged],
-                lambda result: result.outputs,
-                keep=staged,
-                **self._scales(),
-            )
-
-        def land() -> list[torch.Tensor]:
-            outputs = ops.synchronize(handle)
-            check_untouched(slots)
-            arrived = [one.finish(out) for one, out in zip(staged, outputs, strict=True)]
-            return [
-                slot.compressor.decompress(tensor, context)
-                for slot, tensor, (_, context) in zip(slots, arrived, packed, strict=False)
-            ]
-
-        bucket.flight = land
-
-    def _dense(self, slot: Slot) -> torch.Tensor:
-        gradient = slot.early if slot.early is not None else slot.parameter.grad
-        if gradient is None:
-            return torch.zeros_like(slot.parameter)
-        return gradient if gradient.layout is torch.strided else gradient.to_dense()
-
-    def _start_sparse(self, bucket: Bucket, slot: Slot) -> None:
-        gradient = slot.parameter.grad
-        if gradient is None:
-            gradient = self._zeros(slot)
-        elif gradient.layout is torch.strided:
-            gradient = gradient.to_sparse(slot.layout)
-        op = self._scales()["reduce_op"]
-        name = self.prefix + slot.name
-        finish = sparse_allreduce_async(gradient, name, op, self.options.process_set)
-
-        def land() -> list[torch.Tensor]:
-            reduced = finish()
-            check_untouched([slot])
-            return [reduced.coalesce()]
-
-        bucket.flight = land
-
-    def _land(self, bucket: Bucket) -> None:
-        """Waits for a bucket and writes the reduced gradients where the optimizer looks."""
-        assert bucket.flight is not None
-        flight, bucket.flight = bucket.flight, None
-        for slot, reduced in zip(bucket.sent, flight(), strict=True):
-            if slot.early is not None and not slot.arrived:
-                raise RuntimeError(
-                    f"gradient of {slot.name} was sent from inside a compiled backward pass, and "
-                    f"then not accumulated: use torch.autograd.grad() without hvd.overlap()"
-                )
-            with torch.no_grad():
-                self._deliver(slot, reduced)
-            slot.note()
-
-    def _deliver(self, slot: Slot, reduced: torch.Tensor) -> None:
-        parameter, gradient = slot.parameter, slot.parameter.grad
-        if gradient is None and not (self.options.skip_unused and parameter.requires_grad):
-            return
-        if slot.layout > DENSE and reduced.layout is torch.strided:
-            reduced = reduced.to_sparse(slot.layout)
-        if gradient is None or torch.strided not in {gradient.layout, reduced.layout}:
-            parameter.grad = reduced.to(parameter.dtype)
-        elif gradient.layout is not reduced.layout:
-            parameter.grad = reduced.to(gradient.dtype)
-        elif reduced is not gradient:
-            gradient.copy_(reduced)
 
     def _divide(self) -> None:
         weights = self._weights

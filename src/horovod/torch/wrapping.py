@@ -16,7 +16,7 @@ class Wrapped(torch.optim.Optimizer):
     def _distribute(self, names: dict[torch.Tensor, str], options: Any) -> None:
         """Stands in for ``__init__``; the wrapped optimizer's attributes are there already."""
         self._parameter_names = names
-        self._prefix = Prefix(names.values())
+        self._prefix = Prefix(names.values(), options.process_set)
         self._options = options
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

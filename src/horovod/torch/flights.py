@@ -1,0 +1,172 @@
+"""Sends the gradients of a bucket and writes back what comes; must not know windows or hooks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from horovod.common import ops
+from horovod.common.ops import Call, ReduceOp
+from horovod.common.process_sets import ProcessSet
+from horovod.torch.ops import Compressing
+from horovod.torch.sparse import sparse_allreduce_async
+from horovod.torch.views import in_place
+from horovod.torch.weights import Weights
+from horovod.torch.window import DENSE, Bucket, Slot, check_untouched
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a set of gradients is reduced; the arguments of ``DistributedOptimizer``."""
+
+    compression: Compressing
+    passes: int
+    op: ReduceOp
+    predivide_factor: float
+    grouping: int | tuple[tuple[str, ...], ...] | None
+    """Number of buckets, or the names in each; None: every parameter goes by itself."""
+    sparse_as_dense: bool
+    skip_unused: bool
+    process_set: ProcessSet
+
+    def reduction(self, weighted: bool) -> dict[str, Any]:
+        """What the engine is asked for; weighted sums are divided by their weights later."""
+        op = ReduceOp.Sum if weighted else self.op
+        factor = self.predivide_factor
+        return {"reduce_op": op, "prescale": 1.0 / factor, "postscale": factor}
+
+
+def start(
+    bucket: Bucket, prefix: str, options: Options, weighted: bool, carried: Weights | None
+) -> None:
+    """Sends a bucket's gradients; a missing one counts as zeros.
+
+    Args:
+        bucket: gets the gradients' slots in `sent`, and what waits for them in `flight`.
+        prefix: comes before the name, which is that of the first parameter.
+        options: see there.
+        weighted: the gradients are weighted.
+        carried: weights whose sum travels along.
+    """
+    for slot in bucket.slots:
+        missing = slot.parameter.grad is None and slot.early is None
+        # A parameter frozen since stays without, as in plain torch.
+        if missing and slot.parameter.requires_grad and not options.skip_unused:
+            slot.parameter.grad = _zeros(slot)
+        slot.note()
+    bucket.sent = [slot for slot in bucket.slots if not slot.unused]
+    if not bucket.sent:
+        return
+    name = prefix + bucket.slots[0].name
+    reduction = options.reduction(weighted)
+    if bucket.sent[0].layout > DENSE and not options.sparse_as_dense:
+        _start_sparse(bucket, name, options.process_set, reduction["reduce_op"])
+    else:
+        _start_dense(bucket, name, options.process_set, reduction, carried)
+
+
+def _zeros(slot: Slot) -> torch.Tensor:
+    if slot.layout <= DENSE:
+        return torch.zeros_like(slot.parameter)
+    shape = slot.parameter.shape
+    return torch.sparse_coo_tensor(
+        torch.empty(slot.layout, 0, dtype=torch.int64),
+        torch.empty(0, *shape[slot.layout :], dtype=slot.parameter.dtype),
+        shape,
+        device=slot.parameter.device,
+        is_coalesced=True,
+        check_invariants=False,
+    )
+
+
+def _start_dense(
+    bucket: Bucket,
+    name: str,
+    process_set: ProcessSet,
+    reduction: dict[str, Any],
+    carried: Weights | None,
+) -> None:
+    slots = bucket.sent
+    with Call(ops.ALLREDUCE, name, process_set, grouped=len(bucket.slots) > 1) as call:
+        packed = [slot.compressor.compress(_dense(slot)) for slot in slots]
+        staged = [in_place(tensor) for tensor, _ in packed]
+        if carried is not None:
+            staged.append(in_place(carried.start()))
+        for one in staged:  # all copies to the host have been started
+            one.ready()
+        handle = call.submit(
+            [one.view for one in staged],
+            lambda result: result.outputs,
+            keep=staged,
+            **reduction,
+        )
+
+    def flight() -> list[torch.Tensor]:
+        outputs = ops.synchronize(handle)
+        check_untouched(slots)
+        arrived = [one.finish(out) for one, out in zip(staged, outputs, strict=True)]
+        return [
+            slot.compressor.decompress(tensor, context)
+            for slot, tensor, (_, context) in zip(slots, arrived, packed, strict=False)
+        ]
+
+    bucket.flight = flight
+
+
+def _dense(slot: Slot) -> torch.Tensor:
+    gradient = slot.early if slot.early is not None else slot.parameter.grad
+    if gradient is None:
+        return torch.zeros_like(slot.parameter)
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
+def _start_sparse(bucket: Bucket, name: str, process_set: ProcessSet, op: ReduceOp) -> None:
+    (slot,) = bucket.sent
+    gradient = slot.parameter.grad
+    if gradient is None:
+        gradient = _zeros(slot)
+    elif gradient.layout is torch.strided:
+        gradient = gradient.to_sparse(slot.layout)
+    finish = sparse_allreduce_async(gradient, name, op, process_set)
+
+    def flight() -> list[torch.Tensor]:
+        reduced = finish()
+        check_untouched([slot])
+        return [reduced.coalesce()]
+
+    bucket.flight = flight
+
+
+def land(bucket: Bucket, options: Options) -> None:
+    """Waits for a bucket and writes the reduced gradients where the optimizer looks.
+
+    To be called without autograd.
+    """
+    assert bucket.flight is not None
+    flight, bucket.flight = bucket.flight, None
+    for slot, reduced in zip(bucket.sent, flight(), strict=True):
+        if slot.early is not None and not slot.arrived:
+            raise RuntimeError(
+                f"gradient of {slot.name} was sent from inside a compiled backward pass, and "
+                f"then not accumulated: use torch.autograd.grad() without hvd.overlap()"
+            )
+        _deliver(slot, reduced, options.skip_unused)
+        slot.note()
+
+
+def _deliver(slot: Slot, reduced: torch.Tensor, skip_unused: bool) -> None:
+    parameter, gradient = slot.parameter, slot.parameter.grad
+    if gradient is None and not (skip_unused and parameter.requires_grad):
+        return
+    if slot.layout > DENSE and reduced.layout is torch.strided:
+        reduced = reduced.to_sparse(slot.layout)
+    if reduced is gradient:
+        return
+    if gradient is None or torch.strided not in {gradient.layout, reduced.layout}:
+        parameter.grad = reduced.to(parameter.dtype)
+    elif gradient.layout is not reduced.layout:
+        parameter.grad = reduced.to(gradient.dtype)
+    else:
+        gradient.copy_(reduced)
