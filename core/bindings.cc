@@ -273,12 +273,15 @@ class PyEngine {
   int64_t change_sets(OpKind kind, std::vector<int32_t> ranks, int32_t uid, uint32_t site) {
     auto call = std::make_shared<LocalCall>();
     call->kind = kind;
-    // Matched by call number, like every unnamed call.
-    call->request.name = std::string(info(kind).name) + ".noname." + std::to_string(set_calls_++);
+    call->request.name = next_set_call(kind);
     call->request.unnamed = true;
     call->request.root = uid;
     call->request.ranks = std::move(ranks);
     return engine_->submit(std::move(call), site);
+  }
+
+  void reject_process_set(std::string text) {
+    engine_->reject({OpKind::AddSet, 0, next_set_call(OpKind::AddSet), std::move(text)});
   }
 
   void reject(int kind, std::string name, uint32_t set, std::string text) {
@@ -335,6 +338,11 @@ class PyEngine {
   Engine& engine() { return *engine_; }
 
  private:
+  // Matched by call number, like every unnamed call.
+  std::string next_set_call(OpKind kind) {
+    return std::string(info(kind).name) + ".noname." + std::to_string(set_calls_++);
+  }
+
   static constexpr Duration kSignalSlice = std::chrono::milliseconds(100);
 
   std::unique_ptr<Engine> engine_;
@@ -404,6 +412,7 @@ void bind_engine(nb::module_& m) {
             return e.change_sets(OpKind::AddSet, std::move(ranks), 0, site);
           },
           "ranks"_a, "site"_a = 0)
+      .def("reject_process_set", &PyEngine::reject_process_set, "text"_a)
       .def(
           "remove_process_set",
           [](PyEngine& e, int32_t id, uint32_t site) {

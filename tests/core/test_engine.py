@@ -389,6 +389,21 @@ def test_what_is_pending_in_a_removed_set_fails() -> None:
         assert ranks[0].engine.process_sets() == {0: [0, 1], uid: [0], other: [1]}
 
 
+def test_a_rejected_addition_of_a_set_counts_as_the_ranks_call(three: list[Rank]) -> None:
+    def body(rank: Rank) -> None:
+        for round_ in range(3):
+            if rank.rank == round_:
+                rank.engine.reject_process_set("no such rank")
+            else:
+                with pytest.raises(Failed, match=f"rank {round_}.*no such rank") as error:
+                    rank.add_set([0, 1])
+                assert error.value.kind == MISMATCH
+            rank.engine.reject_process_set("everywhere")
+            rank.remove_set(rank.add_set([0, 1]))
+
+    run(three, body)
+
+
 def test_sets_that_ranks_disagree_about() -> None:
     def body(rank: Rank) -> None:
         with pytest.raises(Failed) as error:

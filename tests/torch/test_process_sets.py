@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -216,6 +217,59 @@ def test_ranks_that_disagree_all_learn_of_it() -> None:
         assert ids_and_ranks() == before
         mine = low if me < 2 else high
         assert torch.equal(hvd.allreduce(full(1), process_set=mine), full(1))
+
+
+@pytest.mark.np(3)
+def test_a_mistake_in_one_ranks_addition_is_an_error_for_the_others() -> None:
+    me = hvd.rank()
+    mistakes: list[tuple[Any, str]] = [
+        ([0, 99], "outside 0 to 2"),
+        ([1, 1], "twice"),
+        ([], "at least one"),
+        (5, "made of ranks, not of a int"),
+        (["\udc80"], "made of integers"),
+        ([0, 1, 2], "process set 0 already"),
+    ]
+    begin = time.monotonic()
+    for i, (wrong, words) in enumerate(mistakes):
+        if me == i % 3:
+            with pytest.raises(ValueError, match=words):
+                hvd.add_process_set(wrong)
+        else:
+            with pytest.raises(ValueError, match=f"rank {i % 3}'s call failed there.*{words}"):
+                hvd.add_process_set([0, 2])
+        with pytest.raises(ValueError, match=words):  # the same mistake everywhere
+            hvd.add_process_set(wrong)
+        assert list(ids_and_ranks()) == [0]
+        with registered([0, 2]) as (pair,):  # the calls after it match again
+            if me != 1:
+                got = hvd.allreduce(full(me), op=hvd.Sum, process_set=pair)
+                assert torch.equal(got, full(2))
+            stranger = hvd.ProcessSet([0, 1])
+            assert not hvd.remove_process_set(stranger)  # is nobody else's business
+    assert time.monotonic() - begin < 5
+
+
+@pytest.mark.np(2)
+def test_a_pickled_set_is_the_registered_one_of_its_ranks_where_it_is_read() -> None:
+    def there_and_back(process_set: Any) -> Any:
+        return pickle.loads(pickle.dumps(process_set))
+
+    with registered([0], [1]) as sets:
+        for process_set in (*sets, hvd.global_process_set):
+            assert there_and_back(process_set) is process_set
+        # Also one that another rank registered.
+        assert hvd.broadcast_object(sets[1], root_rank=0) is sets[1]
+        fresh = there_and_back(hvd.ProcessSet([1, 0]))
+        assert (fresh.process_set_id, fresh.ranks) == (None, [0, 1])
+        late = pickle.dumps(sets[1])
+        assert hvd.remove_process_set(sets.pop())
+        stale = pickle.loads(late)
+        assert (stale.process_set_id, stale.uid, stale.ranks) == (None, None, [1])
+        with pytest.raises(ValueError, match="not registered"):
+            hvd.allreduce(full(1), process_set=stale)
+        sets.append(hvd.add_process_set(stale))
+        assert pickle.loads(late) is stale
 
 
 @pytest.mark.np(2)

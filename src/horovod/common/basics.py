@@ -379,6 +379,11 @@ def exception(kind: int, text: str, rank: int, op: str) -> Exception:
     return kinds.exception(kind, text, rank, None if world is None else world.host_of(rank), op)
 
 
+def reason(error: BaseException) -> str:
+    """What the other ranks are told of a call that failed here before the engine had it."""
+    return f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace").decode()
+
+
 def translated(failure: _core.Failure, op: str) -> Exception:
     """The Python exception for what a call of the engine raised."""
     kind, text, rank = failure.args

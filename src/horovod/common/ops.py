@@ -236,8 +236,7 @@ class Call:
         """Tells the other ranks if the call failed here, and the caller which call it was."""
         if error is None or self._handed_over:
             return
-        reason = f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace").decode()
-        self._engine.reject(self.op.kind, self.name, self._set, reason)
+        self._engine.reject(self.op.kind, self.name, self._set, basics.reason(error))
         if kind is ValueError or kind is TypeError:
             label = self.name.removeprefix(f"{self.op.name}.")  # as the engine's own errors say it
             raise kind(f'{basics.label()} {self.op.name} "{label}": {error}') from error

@@ -78,6 +78,10 @@ class ProcessSet:
         """A set is one of the job's, whoever refers to it."""
         return self
 
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """A registered set is, where it is read, the one that is registered for its ranks there."""
+        return (ProcessSet if self.uid is None else _same), (self.ranks,)
+
     def __str__(self) -> str:
         """The form that users and their tests know."""
         return (
@@ -121,17 +125,17 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         The registered set.
 
     Raises:
-        ValueError: a set of these ranks is registered, a rank is given twice or does not exist, or
-            the ranks of the job gave different ones.
+        ValueError: a set of these ranks is registered, a rank is given twice or does not exist; the
+            other ranks' calls then raise it too. Or the ranks of the job gave different ones.
         HorovodInternalError: the engine is not running, or a peer was lost.
     """
-    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     engine = basics.engine()
-    _check(added, basics.size())
-    known = _find(engine, added)
-    if known is not None:
-        known = _labels.read(engine)[known]
-        raise ValueError(f"the ranks {added.ranks} are process set {known} already")
+    try:
+        added = _addable(engine, process_set)
+    except BaseException as error:
+        # It counts as this rank's call, or the others' would wait for its next one and match that.
+        engine.reject_process_set(basics.reason(error))
+        raise
     _add(engine, added)
     return added
 
@@ -171,11 +175,26 @@ def registered(number: int) -> ProcessSet:
     return _registrar.find(number)
 
 
+def _same(ranks: list[int]) -> ProcessSet:
+    """What a pickled set becomes: the registered set of these ranks, else a new one."""
+    return _registrar.of(ranks) or ProcessSet(ranks)
+
+
 def ids_and_ranks() -> dict[int, list[int]]:
     """Every registered set, also those that other code registered: ids and their ranks."""
     engine = basics.engine()
     ranks = engine.process_sets()
     return dict(sorted((label, list(ranks[uid])) for uid, label in _labels.read(engine).items()))
+
+
+def _addable(engine: Any, process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    _check(added, basics.size())
+    known = _find(engine, added)
+    if known is not None:
+        known = _labels.read(engine)[known]
+        raise ValueError(f"the ranks {added.ranks} are process set {known} already")
+    return added
 
 
 def _check(process_set: ProcessSet, size: int) -> None:
@@ -275,6 +294,10 @@ class _Registrar:
             if process_set.process_set_id == number:
                 return process_set
         raise ValueError(f"no process set has the id {number}: see init() and add_process_set()")
+
+    def of(self, ranks: list[int]) -> ProcessSet | None:
+        running = [global_process_set] if basics.is_initialized() else []
+        return next((known for known in (*running, *self._bound) if known.ranks == ranks), None)
 
     def check(self, sets: Sequence[Any], size: int) -> list[list[int]]:
         ranks = []
