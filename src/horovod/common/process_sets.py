@@ -167,10 +167,10 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def registered(number: int) -> ProcessSet:
-    """The process's object of a registered set, for code that can only carry its id.
+    """The process's object of a registered set, for code that can only carry its `uid`.
 
     Raises:
-        ValueError: no set has this id, or other code registered it.
+        ValueError: it was removed, or other code registered it.
     """
     return _registrar.find(number)
 
@@ -291,9 +291,11 @@ class _Registrar:
 
     def find(self, number: int) -> ProcessSet:
         for process_set in (global_process_set, *self._bound):
-            if process_set.process_set_id == number:
+            if process_set.uid == number:
                 return process_set
-        raise ValueError(f"no process set has the id {number}: see init() and add_process_set()")
+        raise ValueError(
+            "the process set is not registered, or not any more: see init() and add_process_set()"
+        )
 
     def of(self, ranks: list[int]) -> ProcessSet | None:
         running = [global_process_set] if basics.is_initialized() else []

@@ -83,8 +83,8 @@ class TracedCall:
 
 
 def _id_of(process_set: ProcessSet) -> int:
-    number = process_set.process_set_id
-    return -1 if number is None else number
+    # Not the id that users see: that may be another set's by the time the graph runs.
+    return -1 if process_set.uid is None else process_set.uid
 
 
 def _operator(row: Collective) -> Any:
@@ -150,11 +150,18 @@ def define(name: str, schema: str, run: Any, empty: Any) -> str:
     _library.impl(name, run, "CompositeExplicitAutograd")
     operator = f"horovod::{name}"
     torch.library.register_fake(operator, empty, lib=_library)
-    if hasattr(torch.library, "_register_effectful_op"):
-        from torch._library.effects import EffectType
-
-        torch.library._register_effectful_op(operator, EffectType.ORDERED, lib=_library)
+    _order(operator)
     return operator
+
+
+def _order(operator: str) -> None:
+    """Has the operator run in program order, where this version of torch can be asked to."""
+    try:
+        from torch._library.effects import EffectType
+        from torch.library import _register_effectful_op
+    except ImportError:
+        return
+    _register_effectful_op(operator, EffectType.ORDERED, lib=_library)
 
 
 def _define_all() -> None:
