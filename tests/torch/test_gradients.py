@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import horovod.torch as hvd
+from horovod.common.ops import pending_calls
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -240,6 +241,21 @@ def test_allgather_gives_each_rank_its_rows_of_the_mean() -> None:
     close(gradient(hvd.allgather(x), x, w[r]), wanted)
     first, second = hvd.grouped_allgather([x, x * 2])
     close(gradient(first + second, x, w[r]), 3 * wanted)
+
+
+@pytest.mark.np(2)
+def test_gradients_of_allgather_take_no_numbers_of_unnamed_allgathers() -> None:
+    x = leaf(1 + hvd.rank())
+
+    def number() -> int:
+        handle = hvd.allgather_async(x.detach())
+        name = pending_calls[handle].name
+        hvd.synchronize(handle)
+        return int(name.removeprefix("allgather.noname."))
+
+    before = number()
+    hvd.allgather(x, name="named").sum().backward()
+    assert number() == before + 1
 
 
 @pytest.mark.np(1, 2, 3)

@@ -114,7 +114,9 @@ ALLGATHER: Collective = Collective(
 
 def _own_rows(call: Call, tensors: Tensors, rows: Sequence[int]) -> list[torch.Tensor]:
     means = _mean(call, tensors)
-    with Call(ops.ALLGATHER, None, call.process_set) as gather:
+    # Named after the call: in a backward pass a number would shift those of the user's calls.
+    with Call(ops.ALLGATHER, f"{call.name}.rows", call.process_set) as gather:
+        gather.unnamed = call.unnamed
         handle = submit(gather, [torch.tensor([list(rows)])], to_engine)
     starts = synchronize(handle)[: ops.index(call.process_set)].sum(0).tolist()
     cut = zip(means, starts, rows, strict=True)
