@@ -79,7 +79,7 @@ def allgather_object(obj: Any, name: str | None, process_set: ProcessSet) -> lis
     mine: list[bytearray] = []
     talk.dump(obj, lambda data, more: mine.append(data))
     size = bytearray(sum(map(len, mine)).to_bytes(8, "little"))
-    members = process_set.ranks or []
+    members = ops.ranks(process_set)
     sizes = talk.allgather(f"{name}.sz", size, 8 * len(members)).cast("q").tolist()
     if sum(sizes) <= _TOGETHER_BYTES:
         together = talk.allgather(f"{name}.t", bytearray().join(mine), sum(sizes))

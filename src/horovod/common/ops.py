@@ -337,14 +337,19 @@ def next_name(process_set: ProcessSet, prefix: str) -> str:
     return f"{prefix}.noname.{_calls.number(_set_id(process_set, prefix), prefix)}"
 
 
+def ranks(process_set: ProcessSet) -> list[int]:
+    """The global ranks of a registered process set, ascending."""
+    return process_set.ranks or []
+
+
 def members(process_set: ProcessSet) -> int:
     """How many ranks are in a registered process set."""
-    return len(process_set.ranks or ())
+    return len(ranks(process_set))
 
 
 def index(process_set: ProcessSet) -> int:
     """This rank's place among the members of a registered process set."""
-    return (process_set.ranks or []).index(basics.rank())
+    return ranks(process_set).index(basics.rank())
 
 
 def poll(handle: int) -> bool:

@@ -111,7 +111,7 @@ class Checkpointer:
         if any(other[0] != started[0][0] for other in started):
             submitted = ", ".join(
                 f"rank {rank}: {other[0]}"
-                for rank, other in zip(self._set.ranks or (), started, strict=True)
+                for rank, other in zip(ops.ranks(self._set), started, strict=True)
             )
             raise MismatchError(f"checkpoint: the steps differ: {submitted}", submitted=submitted)
         number, run = started[0]  # not `step`: that may be of a type that prints otherwise
@@ -145,7 +145,7 @@ class Checkpointer:
         members, own = ops.members(self._set), ops.index(self._set)
         theirs = gather_plain("checkpoint.resume", lambda: self._found(own), self._set)
         common = set.intersection(*({_Snapshot(*one) for one in found} for found in theirs))
-        for rank, found in zip(self._set.ranks or (), theirs, strict=True):
+        for rank, found in zip(ops.ranks(self._set), theirs, strict=True):
             if not common and found:
                 _log.warning("rank %d has snapshots, but no step is on all ranks", rank)
         for snapshot in sorted(common, reverse=True):

@@ -60,7 +60,7 @@ def _agreed(params: Any, process_set: ProcessSet) -> _Entries:
     digests = ops.synchronize(handle)
     if not bool((digests == digests[0]).all()):
         tables = objects.allgather_object(table, what, process_set)
-        text = _difference(tables, process_set.ranks or [])
+        text = _difference(tables, ops.ranks(process_set))
         raise MismatchError(f"{basics.label()} {what}: {text}", op=what, submitted=text)
     return entries
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from horovod.common import ops
 from horovod.common.exceptions import MismatchError
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.torch.gather import gather_plain
@@ -49,9 +50,7 @@ def metric_average(
         return [own, {_name(key): _number(key, value) for key, value in metrics.items()}]
 
     what = "metric_average" if name is None else f"metric_average.{name}"
-    members = list(
-        zip(process_set.ranks or (), gather_plain(what, plain, process_set), strict=True)
-    )
+    members = list(zip(ops.ranks(process_set), gather_plain(what, plain, process_set), strict=True))
     counted = [(rank, share, values) for rank, (share, values) in members if share > 0]
     if not counted:
         raise ValueError(f"{what}: the weight is 0 on every rank, so there is nothing to average")

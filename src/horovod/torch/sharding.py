@@ -55,12 +55,12 @@ def shard_dataset(
         return [_length(dataset), bool(shuffle), int(seed)]
 
     gathered = gather_plain("shard_dataset", plain, process_set)
-    for rank, other in zip(process_set.ranks or (), gathered, strict=True):
+    ranks = ops.ranks(process_set)
+    for rank, other in zip(ranks, gathered, strict=True):
         if other != gathered[0]:
             what = "length {}, shuffle={}, seed={}"
             submitted = (
-                f"rank {(process_set.ranks or [0])[0]}: {what.format(*gathered[0])}; "
-                f"rank {rank}: {what.format(*other)}"
+                f"rank {ranks[0]}: {what.format(*gathered[0])}; rank {rank}: {what.format(*other)}"
             )
             raise MismatchError(f"shard_dataset: ranks disagree: {submitted}", submitted=submitted)
     parts = _parts(len(dataset), shuffle, seed, ops.members(process_set))  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ def scatter_dataset(
         HorovodInternalError: reading, pickling or unpickling failed on a member, or one is lost. On
             the member itself, it may be the exception that happened.
     """
-    ranks, own = process_set.ranks or [], ops.index(process_set)
+    ranks, own = ops.ranks(process_set), ops.index(process_set)
     if root_rank not in ranks:
         raise ValueError(f"scatter_dataset: rank {root_rank} is not in {process_set}")
     name = ops.next_name(process_set, "scatter_dataset")
