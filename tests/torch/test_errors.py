@@ -397,6 +397,9 @@ def test_before_init_and_after_shutdown() -> None:
                 call()
         with pytest.raises(ValueError, match="init"):
             hvd.rank()
+        plain = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        with pytest.raises(ValueError, match="init"):
+            hvd.DistributedOptimizer(plain)  # it would train alone
         assert hvd.synchronize(12345) is None
     finally:
         hvd.init()

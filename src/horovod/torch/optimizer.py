@@ -275,9 +275,9 @@ def DistributedOptimizer(
 
     Raises:
         ValueError: an argument is wrong, names are missing or doubled, `optimizer` has an attribute
-            of a name that the result uses for another purpose, or, with Adasum, init() was not
-            called. With other operations nothing is reduced before init().
+            of a name that the result uses for another purpose, or init() was not called.
     """
+    several = basics.size() > 1  # without init() each rank would train alone, in silence
     chosen = ops.reduce_op(op, None)
     if gradient_predivide_factor != 1.0 and chosen != Average:
         raise ValueError("gradient_predivide_factor works with op=Average only")
@@ -298,7 +298,7 @@ def DistributedOptimizer(
         skip_unused_parameters,
         process_set,
     )
-    adasum = chosen == ReduceOp.Adasum and basics.size() > 1
+    adasum = chosen == ReduceOp.Adasum and several
     return take_over(optimizer, DeltaOptimizer if adasum else _Distributed, names, options)
 
 
