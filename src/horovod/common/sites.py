@@ -44,7 +44,9 @@ class Sites:
         # By depth of the stack, code and instruction: the line itself takes long to find, and so
         # does every frame that is looked at. The code is kept so that its address stays its own.
         self._known: dict[tuple[int, int, int], tuple[int, CodeType]] = {}
-        self._depth = 0  # where the last one was found; hooks and loops find theirs there again
+        # Where the last one was found; hooks and loops find theirs there again. Never 0: here() in
+        # its own frame is a cycle, by which an engine would live on until that is collected.
+        self._depth = 1
 
     def here(self) -> int:
         """The number of the innermost line of the user's that is running; 0 if none is."""
