@@ -159,14 +159,22 @@ def square(x: int) -> int:
 
 
 @pytest.mark.np(2)
-def test_data_loaders_of_every_kind() -> None:
-    data = TensorDataset(torch.arange(16.0))
+@pytest.mark.parametrize("kind", ["fork", "forkserver", "spawn"])
+def test_data_loaders_of_every_kind(kind: str) -> None:
+    """On rank 0; rank 1's workers are forked, since others import torch, which takes seconds."""
     multiprocessing.set_forkserver_preload(["torch"])  # once, not in each of its workers
-    # A worker that isn't forked imports torch, so each rank has one of the kinds with such workers.
-    for kind in ("fork", ("spawn", "forkserver")[hvd.rank()]):
-        loader = DataLoader(data, batch_size=4, num_workers=4, multiprocessing_context=kind)
-        batches = [hvd.allreduce(batch, name="batch") for (batch,) in loader]
-        assert torch.cat(batches).tolist() == list(range(16)), kind
+    loader = DataLoader(
+        TensorDataset(torch.arange(16.0)),
+        batch_size=4,
+        num_workers=4,
+        multiprocessing_context="fork" if hvd.rank() else kind,
+    )
+    batches = [hvd.allreduce(batch, name="batch") for (batch,) in loader]
+    assert torch.cat(batches).tolist() == list(range(16))
+
+
+@pytest.mark.np(2)
+def test_a_pool_of_forked_processes() -> None:
     with multiprocessing.get_context("fork").Pool(1) as pool:
         assert pool.map(square, [1, 2, 3]) == [1, 4, 9]
         assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [2.0, 2.0]
