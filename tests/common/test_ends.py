@@ -13,11 +13,10 @@ from horovod.common import basics
 LOSE = """
 basics.init()
 me = basics.rank()
-barrier()
-if me == 1:
-    time.sleep(0.1)  # so that the barrier is over everywhere
-    {end}
 try:
+    barrier()  # the death may come before it is over everywhere
+    if me == 1:
+        {end}
     while True:
         allreduce(1.0)
 except HorovodInternalError as error:
