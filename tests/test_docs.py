@@ -80,7 +80,7 @@ def run_blocks(path: Path, language: str, directory: Path, *launcher: str, **env
     """All blocks of one language in a document, in order, in one process a rank."""
     started_by = ("HOROVOD_", "OMPI_", "PMI_", "SLURM_", "WORLD_SIZE")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(started_by)}
-    program = ["-W", "error::DeprecationWarning", "-c", RUN_BLOCKS]
+    program = ["-W", "error::DeprecationWarning:__main__", "-c", RUN_BLOCKS]
     done = subprocess.run(
         [*launcher, sys.executable, *program, json.dumps(blocks(path, language))],
         cwd=directory,
