@@ -61,6 +61,13 @@ def test_a_rank_that_left_normally_is_mentioned_and_not_blamed() -> None:
     assert "rank 1" in cause.note
 
 
+def test_a_rank_that_left_is_mentioned_by_one_that_lost_another_because_of_it() -> None:
+    exits = [Exit(1, 0, 1.0), Exit(2, 1, 2.0), Exit(0, 1, 2.1)]
+    found = first_cause(exits, {0: lost(1, 1.5), 2: lost(0, 1.6)})
+    assert found is not None
+    assert (found.rank, found.note) == (2, "it still needed rank 1, which had ended normally")
+
+
 def test_a_cause_that_never_ended_by_itself() -> None:
     exits = [Exit(0, 3, 5), Exit(1, 143, 10, by_launcher=True)]
     cause = first_cause(exits, {0: lost(1, 4), 1: own("KeyError: 1", 3)})

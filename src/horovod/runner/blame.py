@@ -116,8 +116,9 @@ def first_cause(exits: Sequence[Exit], faults: Mapping[int, Fault]) -> Cause | N
         return _verdict(rank, by_rank.get(rank), faults, failed[0])
     # Everyone points to ranks that ended normally: the job failed because they left.
     first = failed[0]
-    left = faults[first.rank].lost if first.rank in faults else None
-    note = None if left is None else f"it still needed rank {left}, which had ended normally"
+    left = _root(first.rank, faults, moment)
+    known = left != first.rank
+    note = f"it still needed rank {left}, which had ended normally" if known else None
     return Cause(first.rank, first.code, _reason(faults.get(first.rank)), note)
 
 
