@@ -1,6 +1,7 @@
 """One rank of a test world: runs the functions that the test process names, until told to stop.
 
-Started by the launcher with the address of the test process. Knows nothing of pytest's machinery.
+Started by the launcher with the address of the test process and the frameworks to prepare; others
+are never imported. Knows nothing of pytest's machinery, nor of any front end.
 """
 
 from __future__ import annotations
@@ -16,16 +17,34 @@ from multiprocessing.connection import Client
 from pathlib import Path
 from types import ModuleType
 
-import torch
-
-import horovod.torch as hvd
+from horovod.common import basics
 
 _modules: dict[str, ModuleType] = {}
 
 
+def prepare_torch() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def prepare_tensorflow() -> None:
+    import tensorflow as tf
+
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    _ = tf.keras.layers  # what is imported on demand belongs to the start, not to the first test
+
+
+PREPARE = {"torch": prepare_torch, "tensorflow": prepare_tensorflow}
+
+
 def module(path: str) -> ModuleType:
     if path not in _modules:
-        name = f"tests_torch_{Path(path).stem}"
+        folder = Path(path).parent
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))  # of what tests of a folder share
+        name = f"tests_{folder.name}_{Path(path).stem}"
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None
         _modules[path] = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -37,11 +56,12 @@ def main() -> None:
     faulthandler.register(
         signal.SIGUSR1, all_threads=True
     )  # the test process asks after a time-out
-    torch.set_num_threads(1)
-    address, key = sys.argv[1], bytes.fromhex(sys.argv[2])
-    with Client(address, "AF_UNIX", authkey=key) as tests:
-        hvd.init()
-        tests.send((hvd.rank(), os.getpid()))
+    address, key, *frameworks = sys.argv[1:]
+    for framework in frameworks:
+        PREPARE[framework]()
+    with Client(address, "AF_UNIX", authkey=bytes.fromhex(key)) as tests:
+        basics.init()
+        tests.send((basics.rank(), os.getpid()))
         while (order := tests.recv()) is not None:
             path, function, kwargs = order
             try:
@@ -49,7 +69,7 @@ def main() -> None:
             except BaseException:
                 outcome = (traceback.format_exc(), None)
             tests.send_bytes(pickle.dumps(outcome))  # send() would share the memory of tensors
-        hvd.shutdown()
+        basics.shutdown()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,3 @@
+"""What all tests have: worlds of ranks."""
+
+pytest_plugins = ["worlds"]
