@@ -15,6 +15,7 @@
 #include <cstring>
 #include <unordered_map>
 
+#include "door.h"
 #include "engine.h"
 #include "kernels.h"
 #include "shm.h"
@@ -233,12 +234,12 @@ class PyEngine {
  public:
   PyEngine(int32_t rank, int32_t size, std::vector<std::string> names, nb::dict local,
            nb::dict plan, nb::dict options)
-      : engine_(std::make_unique<Engine>(to_options(rank, size, std::move(names), std::move(local),
+      : engine_(std::make_shared<Engine>(to_options(rank, size, std::move(names), std::move(local),
                                                     std::move(plan), std::move(options)))) {}
   ~PyEngine() {
     if (engine_->abandoned()) {
       // A forked child: the thread doesn't exist and any lock may be held for ever.
-      [[maybe_unused]] Engine* leaked = engine_.release();
+      [[maybe_unused]] const auto* leaked = new std::shared_ptr<Engine>(engine_);
       return;
     }
     const nb::gil_scoped_release release;
@@ -336,6 +337,7 @@ class PyEngine {
   }
 
   Engine& engine() { return *engine_; }
+  const std::shared_ptr<Engine>& shared() { return engine_; }
 
  private:
   // Matched by call number, like every unnamed call.
@@ -345,7 +347,7 @@ class PyEngine {
 
   static constexpr Duration kSignalSlice = std::chrono::milliseconds(100);
 
-  std::unique_ptr<Engine> engine_;
+  std::shared_ptr<Engine> engine_;
   nb::ft_mutex mutex_;  // of keep_; nothing where there is a GIL
   std::unordered_map<int64_t, nb::object> keep_;
   std::atomic<uint64_t> set_calls_{0};
@@ -427,6 +429,19 @@ void bind_engine(nb::module_& m) {
       .def("pending", [](PyEngine& e) { return e.engine().pending(); })
       .def("message_fd", [](PyEngine& e) { return e.engine().message_fd(); })
       .def("take_messages", &PyEngine::take_messages);
+
+  nb::class_<Doorway>(m, "Door", "How native adapters reach the running engine. See core/door.h.")
+      .def(nb::init<>())
+      .def(
+          "open",
+          [](Doorway& door, PyEngine& e, int32_t rank, int32_t size, int32_t local_rank,
+             int32_t local_size) { door.open(e.shared(), {rank, size, local_rank, local_size}); },
+          "engine"_a, "rank"_a, "size"_a, "local_rank"_a, "local_size"_a)
+      .def("close", &Doorway::close, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro(
+          "address",
+          [](Doorway& door) { return reinterpret_cast<uint64_t>(static_cast<Door*>(&door)); },
+          "Of the C++ object; valid as long as this one.");
 }
 
 }  // namespace

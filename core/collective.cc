@@ -55,6 +55,12 @@ std::shared_ptr<std::byte> new_memory(uint64_t bytes, std::string_view what, OpK
 }
 
 std::byte* allocate(Arguments& call, const Tensor& like, Shape shape) {
+  if (call.allocate) {
+    std::byte* memory = call.allocate(static_cast<size_t>(&like - call.tensors.data()), shape);
+    if (memory != nullptr) return memory;
+    throw Error(ErrorKind::Resource, "no memory for an output of shape " + to_string(shape) + " (" +
+                                         std::string(info(call.kind).name) + ")");
+  }
   Output output{.data = {}, .bytes = 0, .dtype = like.dtype, .shape = std::move(shape)};
   output.bytes = count_of(output.shape) * info(like.dtype).size;
   output.data = new_memory(output.bytes, "an output", call.kind);

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -40,8 +41,11 @@ struct Arguments {
   std::vector<Tensor> tensors;
   std::vector<int64_t> splits;  // alltoall: rows to each member
   bool has_splits = false;      // else equal parts
+  // Gives memory for the output of a tensor whose `out` is null, of this shape; the core's own is
+  // used if this is empty. Called by the driver; null if memory was refused.
+  std::function<std::byte*(size_t tensor, const Shape& shape)> allocate;
 
-  std::vector<Output> outputs;           // one per tensor whose `out` was null
+  std::vector<Output> outputs;           // one per tensor whose `out` was null, of the core's own
   std::vector<int64_t> received_splits;  // alltoall: rows from each member
 };
 

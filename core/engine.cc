@@ -154,9 +154,11 @@ int64_t Engine::submit(LocalCallPtr call, uint32_t site) {
   if (site > 0 && site <= sites_.size()) call->site = sites_[site - 1];
   names_.insert(std::move(key));
   const int64_t handle = next_handle_++;
-  handles_[handle].call = call;
+  const bool waited = static_cast<bool>(call->when_done);
+  call->blocked = waited;
+  if (!waited) handles_[handle].call = call;
   const uint64_t bytes = payload(*call);
-  push_locked(Submission{handle, std::move(call)}, bytes, false);
+  push_locked(Submission{handle, std::move(call)}, bytes, waited);
   return handle;
 }
 
@@ -354,7 +356,7 @@ void Engine::deliver() {
   std::vector<LogLine> log = progress_->take_log();
   const bool failed = progress_->failure().has_value();
   if (completed.empty() && log.empty() && (!failed || failure_reported_)) return;
-  std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   counters_ = progress_->counters();
   coordinator_counters_ = progress_->coordinator_counters();
   for (const LocalCallPtr& call : completed) {
@@ -375,6 +377,11 @@ void Engine::deliver() {
     signal_event(message_event_.get());
   }
   if (waiters_ > 0) waiters_cv_.notify_all();
+  lock.unlock();
+  for (const LocalCallPtr& call : completed) {
+    // Whoever is told may hold what owns the call: it lets go here, where nothing is locked.
+    if (const auto when_done = std::move(call->when_done)) when_done(*call);
+  }
 }
 
 bool Engine::quiet() {
@@ -595,6 +602,12 @@ std::map<std::string, uint64_t> Engine::counters() {
           {"coordinator_fused_tensors", coordinator_counters_.fused_tensors},
           {"coordinator_cached_announcements", coordinator_counters_.cached_announcements},
           {"coordinator_errors", coordinator_counters_.errors}};
+}
+
+void Engine::add_message(LogLine line) {
+  std::lock_guard lock(mutex_);
+  messages_.push_back(std::move(line));
+  signal_event(message_event_.get());
 }
 
 std::vector<LogLine> Engine::take_messages() {

@@ -47,7 +47,8 @@ class Engine {
   // Any thread, never blocks, never drives. Throws Error(InvalidArgument) if the call is wrong by
   // itself (the others are told, unless the name is in flight here already or this rank is no
   // member) and Error(Shutdown) and others once the engine is dead. The memory of the tensors must
-  // stay until the handle is done.
+  // stay until the handle is done. A call with `when_done` counts as waited for from the start, and
+  // its handle is unknown to the functions below.
   int64_t submit(std::shared_ptr<LocalCall> call, uint32_t site = 0);
   // The number of a place in the program, "train.py:12", to submit calls with. Kept for good, so
   // there are at most kMostSites; 0, an unknown place, for any more.
@@ -77,6 +78,7 @@ class Engine {
   std::map<std::string, uint64_t> counters();
   int message_fd() const { return message_event_.get(); }  // readable when there are log lines
   std::vector<LogLine> take_messages();
+  void add_message(LogLine line);  // an adapter's own
 
  private:
   struct Submission {

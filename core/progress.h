@@ -6,6 +6,7 @@
 #include <array>
 #include <atomic>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -59,6 +60,9 @@ struct LocalCall : Arguments {
   Request request;
   bool blocked = false;  // a caller waits for it; the engine's until the driver takes the call
   const std::string* site = nullptr;  // where the program made it, kept by the engine
+  // If set, nobody waits for the call or takes it: this is run once when it is done, by whoever
+  // drives and without a lock of its users'. It may submit, and must not wait or throw.
+  std::function<void(LocalCall&)> when_done;
 
   Status status;      // results, valid once done
   int64_t value = 0;  // join: who joined last; process sets: the uid

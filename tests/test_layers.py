@@ -93,6 +93,7 @@ CORE = {
     "describe": 4,
     "progress": 5,
     "engine": 5,
+    "door": 5,
     "bindings": 6,
 }
 L4_MAY_INCLUDE = {"types", "wire"}

@@ -70,6 +70,19 @@ class Engine:
 
     def take_messages(self) -> list[tuple[int, str]]: ...
 
+class Door:
+    """How native adapters reach the running engine. See core/door.h."""
+
+    def __init__(self) -> None: ...
+
+    def open(self, engine: Engine, rank: int, size: int, local_rank: int, local_size: int) -> None: ...
+
+    def close(self) -> None: ...
+
+    @property
+    def address(self) -> int:
+        """Of the C++ object; valid as long as this one."""
+
 def segment_bytes(local_size: int, outbox_bytes: int) -> int:
     """Bytes that a rank's shared segment must have."""
 

@@ -209,6 +209,7 @@ class _Runtime:
 
 
 _runtime = _Runtime()
+_door = _core.Door()  # for native adapters, through which they find whichever engine runs
 
 
 def set_registrar(registrar: Registrar) -> None:
@@ -308,6 +309,8 @@ def _start(comm: Any, sets: Sequence[Any]) -> None:
             wires.close()  # the engine has duplicates of its own
         held.append(core.abandon)
         undo.callback(core.shutdown, "init() failed", _LAST_WORDS_S)
+        undo.callback(_door.close)
+        _door.open(core, settings.rank, settings.size, settings.local_rank, settings.local_size)
         world = _World(settings, core, store, wires)
         try:
             watcher = _Watcher(world)
@@ -457,6 +460,7 @@ def _end(reason: str, timeout_s: float, patience_s: float = -1) -> None:
         if world is None or _runtime.forked:
             return
         try:
+            _door.close()
             world.leave()
             world.engine.shutdown(reason, timeout_s)
         finally:
@@ -492,6 +496,11 @@ def engine() -> Any:
     if world is None:
         raise ShutdownError("horovod is not initialized: call init() first")
     return world.engine
+
+
+def door_address() -> int:
+    """Where native code finds whichever engine runs; the same for the life of the process."""
+    return int(_door.address)
 
 
 def _forked_error() -> ForkedError:
