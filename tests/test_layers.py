@@ -43,7 +43,12 @@ TORCH = [
     ["delta", "overlap", "sync_batch_norm"],
     ["optimizer", "mpi_ops"],
 ]
-ROWS = {"common": COMMON, "torch": TORCH}
+TENSORFLOW = [
+    ["compression", "util"],
+    ["collectives"],
+    ["reduction"],
+]
+ROWS = {"common": COMMON, "torch": TORCH, "tensorflow": TENSORFLOW}
 ADAPTERS = {"torch", "tensorflow", "keras", "jax", "numpy", "data"}  # data is for all frameworks
 ADAPTER_EXCEPTIONS = {("keras", "tensorflow")}
 RUNNER_MAY_IMPORT = {"exceptions", "config", "store"}

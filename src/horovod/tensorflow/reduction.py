@@ -1,0 +1,313 @@
+"""Reduces lists of gradients for tapes and optimizers; must not know either, nor how data travels.
+
+A gradient is a tensor, IndexedSlices, or None where there is none.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from horovod.common import basics, ops
+from horovod.common.compression import bound
+from horovod.common.ops import ReduceOp, reduce_op
+from horovod.common.process_sets import ProcessSet
+from horovod.tensorflow import collectives  # type: ignore[attr-defined]  # on its way
+from horovod.tensorflow.util import key_of, split_list
+
+Gradient = Any
+Groups = Any  # None, a number of groups, or a list of lists of variables
+ReduceFn = Callable[..., list[Gradient]]
+
+
+@dataclass(frozen=True)
+class _Options:
+    """How gradients are reduced. Hashable: equal ones share one function in eager code."""
+
+    name: str
+    device_dense: str
+    device_sparse: str
+    compression: Any
+    op: ReduceOp
+    predivide: float
+    process_set: ProcessSet
+
+
+def check_arguments(
+    op: int, gradient_predivide_factor: float, num_groups: int, groups: Groups
+) -> Groups:
+    """Checks what tapes and optimizers are told alike; gives the groups that are meant.
+
+    Raises:
+        ValueError: a factor without averaging, groups that are none, or an `op` that is none.
+    """
+    if gradient_predivide_factor != 1.0 and reduce_op(op, None) is not ReduceOp.Average:
+        raise ValueError("gradient_predivide_factor needs op=Average")
+    if num_groups != 0:
+        warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=3)
+        groups = num_groups if groups is None else groups
+    number = isinstance(groups, int) and not isinstance(groups, bool) and groups > 0
+    if groups is not None and not number and not isinstance(groups, (list, tuple)):
+        raise ValueError(
+            f"groups must be a positive number or a list of lists of variables, not {groups!r}"
+        )
+    return groups
+
+
+def make_allreduce_grads_fn(
+    name: str,
+    device_dense: str,
+    device_sparse: str,
+    compression: Any,
+    sparse_as_dense: bool,
+    op: int,
+    gradient_predivide_factor: float,
+    groups: Groups,
+    process_set: ProcessSet,
+) -> ReduceFn:
+    """Makes the function that reduces a list of gradients over a process set.
+
+    ``fn(grads, vars=None, use_generic_names=False)`` gives a list in the order of ``grads``, in
+    which None stays None. All members must call it with gradients of the same variables, in the
+    same order; the place in the list is the name that matches them, so ``use_generic_names`` makes
+    no difference. Reductions run concurrently, in graphs and in eager code, where they also block.
+    On a rank outside of the set, and if the set has one member, gradients come back unreduced.
+
+    Args:
+        name: of whom this is for; part of the names of the calls.
+        device_dense: where dense gradients are reduced; empty for TensorFlow's own choice.
+        device_sparse: the same for IndexedSlices.
+        compression: casts what travels; not applied to IndexedSlices.
+        sparse_as_dense: makes IndexedSlices dense first.
+        op: Average, Sum or Adasum.
+        gradient_predivide_factor: f: Average divides by f before and by size / f after the sum.
+        groups: None for one call a gradient; n for n calls; or a list of lists of variables, each
+            list in one call and every other variable alone. IndexedSlices are always alone.
+        process_set: over whom.
+    """
+    op = reduce_op(op, None)
+    factor = float(gradient_predivide_factor)
+    options = _Options(name, device_dense, device_sparse, compression, op, factor, process_set)
+
+    def allreduce_grads(
+        grads: Sequence[Gradient],
+        vars: Sequence[Any] | None = None,
+        use_generic_names: bool = False,
+    ) -> list[Gradient]:
+        grads = [densified(grad) for grad in grads] if sparse_as_dense else list(grads)
+        if not communicates(process_set):
+            return grads
+        return _reduced(options, grads, _plan(grads, vars, groups))
+
+    return allreduce_grads
+
+
+def densified(grad: Gradient) -> Gradient:
+    """The dense tensor that IndexedSlices stand for."""
+    return tf.convert_to_tensor(grad) if isinstance(grad, tf.IndexedSlices) else grad
+
+
+def communicates(process_set: ProcessSet) -> bool:
+    """Whether this rank has anybody to reduce with.
+
+    Raises:
+        ValueError: horovod isn't initialized, or the set isn't registered.
+    """
+    basics.size()
+    if process_set.size() is None:
+        raise ValueError(f"{process_set} is not registered: see add_process_set()")
+    return bool(process_set.included()) and ops.members(process_set) > 1
+
+
+def local_gradient(grad: Gradient, process_set: ProcessSet) -> Gradient:
+    """The gradient of a variable that only this rank has, as if it had been averaged.
+
+    The mean of the ranks' losses depends on it through this rank's loss alone, so that is the
+    gradient divided by the size of the set.
+    """
+    if grad is None or not communicates(process_set):
+        return grad
+    size = ops.members(process_set)
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(grad.values / size, grad.indices, grad.dense_shape)
+    return grad / size
+
+
+def reduce_global(
+    reduce: ReduceFn,
+    grads: Sequence[Gradient],
+    variables: Sequence[Any],
+    local: Collection[Hashable],
+    scale_local: bool,
+    process_set: ProcessSet,
+) -> list[Gradient]:
+    """Reduces all gradients but those of local variables, which are scaled instead or left alone.
+
+    Args:
+        reduce: from `make_allreduce_grads_fn`.
+        grads: in the order of `variables`.
+        variables: those of TensorFlow or Keras 3.
+        local: the `key_of` of those that only this rank has. Ranks may differ in them.
+        scale_local: whether `local_gradient` is applied to theirs.
+        process_set: that of `reduce`.
+    """
+    shared = [key_of(variable) not in local for variable in variables] if local else None
+    if shared is None:
+        return reduce(grads, variables)
+    reduced = iter(
+        reduce(
+            [grad for grad, is_shared in zip(grads, shared, strict=True) if is_shared],
+            [one for one, is_shared in zip(variables, shared, strict=True) if is_shared],
+        )
+    )
+    return [
+        next(reduced) if is_shared else local_gradient(grad, process_set) if scale_local else grad
+        for grad, is_shared in zip(grads, shared, strict=True)
+    ]
+
+
+# ---------------------------------------------------------------------------------------------
+# What has been reduced already
+
+
+def mark_reduced(grads: Sequence[Gradient]) -> None:
+    """Notes on the objects themselves that they need not be reduced any more.
+
+    For an optimizer that gets what a tape has reduced. The mark is lost with the object: where
+    gradients are changed, or returned from a `tf.function`, before the optimizer gets them.
+    """
+    for grad in grads:
+        if grad is not None:
+            grad._horovod_reduced = True
+
+
+def is_reduced(grad: Gradient) -> bool:
+    """Whether `mark_reduced` has seen this object."""
+    return getattr(grad, "_horovod_reduced", False)
+
+
+# ---------------------------------------------------------------------------------------------
+# Which go together, and how they go
+
+
+_Plan = tuple[tuple[int, ...], ...]  # places in the list of gradients; each tuple is one call
+
+
+def _plan(grads: Sequence[Gradient], variables: Sequence[Any] | None, groups: Groups) -> _Plan:
+    dense = [
+        i
+        for i, grad in enumerate(grads)
+        if not (grad is None or isinstance(grad, tf.IndexedSlices))
+    ]
+    sparse = [i for i, grad in enumerate(grads) if isinstance(grad, tf.IndexedSlices)]
+    if groups is None:
+        calls = [[i] for i in dense]
+    elif isinstance(groups, int):
+        calls = split_list(dense, groups)
+    else:
+        calls = _by_variable(dense, variables, groups)
+    return tuple(sorted(tuple(call) for call in [*calls, *([i] for i in sparse)] if call))
+
+
+def _by_variable(
+    places: list[int], variables: Sequence[Any] | None, groups: Sequence[Any]
+) -> list[list[int]]:
+    if variables is None:
+        raise ValueError("groups of variables need the variables that the gradients belong to")
+    numbers = {key_of(one): number for number, group in enumerate(groups) for one in group}
+    calls: dict[Hashable, list[int]] = {}
+    for place in places:
+        number = numbers.get(key_of(variables[place]))
+        calls.setdefault(("alone", place) if number is None else number, []).append(place)
+    return list(calls.values())
+
+
+def _reduced(options: _Options, grads: list[Gradient], plan: _Plan) -> list[Gradient]:
+    """The list with the gradients of the plan reduced; concurrently also in eager code."""
+    places = [place for call in plan for place in call]
+    parts = [_parts(grads[place]) for place in places]
+    if tf.executing_eagerly():
+        specs = tuple(tuple(_spec(tensor, len(one) > 1) for tensor in one) for one in parts)
+        parts = _compiled(options, plan, specs, ops.enter())(parts)
+    else:
+        parts = _traced(options, plan, parts, collectives.unique_name(options.name))
+    result = list(grads)
+    for place, tensors in zip(places, parts, strict=True):
+        result[place] = _joined(tensors, grads[place])
+    return result
+
+
+def _parts(grad: Gradient) -> list[Any]:
+    """The tensors that make up a gradient."""
+    return [grad.values, grad.indices] if isinstance(grad, tf.IndexedSlices) else [grad]
+
+
+def _joined(tensors: Sequence[Any], like: Gradient) -> Gradient:
+    """The gradient that is made of these tensors; its shape is that of the one it came from."""
+    if len(tensors) == 1:
+        return tensors[0]
+    return tf.IndexedSlices(*tensors, dense_shape=like.dense_shape)
+
+
+def _spec(tensor: Any, any_rows: bool) -> Any:
+    shape = [None, *tensor.shape[1:]] if any_rows else tensor.shape
+    return tf.TensorSpec(shape, tensor.dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(options: _Options, plan: _Plan, specs: Any, run: int) -> Any:
+    """One function for each kind of list: each is traced once, so TensorFlow has no complaints.
+
+    What is traced depends on the size of the set, hence on the `run` of the engine.
+    """
+
+    @tf.function(input_signature=[[list(one) for one in specs]], autograph=False)
+    def reduce_gradients(parts: list[list[Any]]) -> list[list[Any]]:
+        return _traced(options, plan, parts, options.name)
+
+    return reduce_gradients
+
+
+def _traced(options: _Options, plan: _Plan, parts: list[list[Any]], prefix: str) -> list[list[Any]]:
+    rest = iter(parts)
+    result: list[list[Any]] = []
+    for call in plan:
+        name = f"{prefix}.grad_{call[0]}"
+        members = [next(rest) for _ in call]
+        if len(members[0]) > 1:
+            result.append(_sparse(options, members[0], name))
+        else:
+            result += [[one] for one in _dense(options, [one for (one,) in members], name)]
+    return result
+
+
+def _sparse(options: _Options, parts: list[Any], name: str) -> list[Any]:
+    reduced = collectives.allreduce(
+        tf.IndexedSlices(*parts),
+        device_sparse=options.device_sparse,
+        op=options.op,
+        name=name,
+        process_set=options.process_set,
+    )
+    return _parts(reduced)
+
+
+def _dense(options: _Options, tensors: list[Any], name: str) -> list[Any]:
+    how = {
+        "device_dense": options.device_dense,
+        "compression": bound(options.compression, name),
+        "op": options.op,
+        "name": name,
+        "process_set": options.process_set,
+        "prescale_factor": 1.0 / options.predivide,
+        "postscale_factor": options.predivide,
+        "ignore_name_scope": True,
+    }
+    if len(tensors) == 1:
+        return [collectives.allreduce(tensors[0], **how)]
+    return list(collectives.grouped_allreduce(tensors, **how))
