@@ -6,55 +6,17 @@ as the main program that it is, since most of their time would go into importing
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
 import re
-import runpy
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
-import horovod.torch as hvd
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-LAUNCHER = (sys.executable, "-m", "horovod.runner")
+from programs import main_program, run
 
 # What trains or starts processes for seconds takes several times as long on a busy machine.
 own_processes = pytest.mark.timeout(120)
-
-
-def run(n: int, script: str, *words: str) -> str:
-    """What a script prints that is started with n processes, or without a launcher if n is 1."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_")}
-    command = [sys.executable, str(EXAMPLES / script), *words]
-    done = subprocess.run(
-        command if n == 1 else [*LAUNCHER, "-np", str(n), *command],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def main_program(script: str, words: list[str]) -> str:
-    """What a script prints on this rank."""
-    printed = io.StringIO()
-    try:
-        with mock.patch("sys.argv", [script, *words]), contextlib.redirect_stdout(printed):
-            runpy.run_path(str(EXAMPLES / script), run_name="__main__")
-        assert not hvd.is_initialized()
-    finally:
-        hvd.init()
-    return printed.getvalue()
 
 
 @own_processes
