@@ -112,6 +112,19 @@ def reduce_op(op: int | None, average: bool | None) -> ReduceOp:
         raise ValueError(f"op {op!r} is none of {', '.join(ReduceOp.__members__)}") from None
 
 
+def reject(op: Op, name: str, process_set: int, error: BaseException) -> None:
+    """Makes the matching calls of the other ranks fail: this rank's can't be made.
+
+    Args:
+        op: the row of the table.
+        name: the call's full name.
+        process_set: the engine's own number of the set.
+        error: why.
+    """
+    if basics.is_initialized():
+        basics.engine().reject(op.kind, name, process_set, basics.reason(error))
+
+
 class _Pending(NamedTuple):
     engine: Any
     ticket: int  # the engine's own handle
@@ -464,6 +477,11 @@ def synchronize_all(handles: Iterable[int]) -> list[Any]:
     return results
 
 
+def renumber() -> None:
+    """Starts the numbers of unnamed calls again, once every rank has come to the same point."""
+    _calls.renumber()
+
+
 def barrier(process_set: ProcessSet) -> None:
     """Waits until every member of the set has called it.
 
@@ -500,5 +518,5 @@ def join(process_set: ProcessSet) -> int:
     last = int(synchronize(handle))
     # Nothing is in flight now, and ranks may have made different numbers of calls, also in smaller
     # sets: match anew.
-    _calls.renumber()
+    renumber()
     return last

@@ -175,6 +175,20 @@ def registered(number: int) -> ProcessSet:
     return _registrar.find(number)
 
 
+def uid_of(process_set_id: int) -> int:
+    """The engine's own number of the set that has this id now; 0, the global set, always exists.
+
+    Raises:
+        ValueError: no set has it.
+    """
+    if process_set_id == 0:
+        return 0
+    for uid, label in _labels.read(basics.engine()).items() if basics.is_initialized() else ():
+        if label == process_set_id:
+            return uid
+    raise ValueError(f"there is no process set {process_set_id}")
+
+
 def _same(ranks: list[int]) -> ProcessSet:
     """What a pickled set becomes: the registered set of these ranks, else a new one."""
     return _registrar.of(ranks) or ProcessSet(ranks)

@@ -72,13 +72,19 @@ class Sites:
         if known is None:
             if len(self._known) >= MOST:
                 return 0
-            known = self._register(_text(code.co_filename, frame.f_lineno)), code
+            known = self._register(text(code.co_filename, frame.f_lineno)), code
             self._known[key] = known
         self._depth = depth
         return known[0]
 
 
-def _text(file: str, line: int | None) -> str:
+def is_users(file: str) -> bool:
+    """Whether a file is the user's own, and no framework's."""
+    return _files[file]
+
+
+def text(file: str, line: int | None) -> str:
+    """A place as reports show it, of bounded length."""
     if len(file) > _LONGEST:
         file = "..." + file[-_LONGEST:]
     return f"{file}:{line}".encode("utf-8", "backslashreplace").decode()

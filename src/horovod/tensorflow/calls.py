@@ -1,0 +1,146 @@
+"""How a collective becomes an operator's call; must not know which collective the user asked for.
+
+A call takes tensors and gives tensors: eagerly it blocks, in a traced function it makes a node that
+runs as soon as its inputs are there, and in a function that XLA compiles a call of our own handler.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from horovod.common import basics, ops
+from horovod.common.ops import Op, ReduceOp
+from horovod.common.process_sets import ProcessSet
+from horovod.tensorflow import internals, names
+from horovod.tensorflow.native import operators
+
+Tensors = Sequence[tf.Tensor]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What a collective is told besides its tensors."""
+
+    reduce_op: int = ReduceOp.Sum
+    prescale: float = 1.0
+    postscale: float = 1.0
+    root: int = -1
+    splits: Any = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operation and the operators that run it."""
+
+    op: Op
+    single: Callable[..., Any]
+    grouped: Callable[..., Any] | None = None
+
+
+ALLREDUCE = Row(ops.ALLREDUCE, operators.horovod_allreduce, operators.horovod_grouped_allreduce)
+ALLGATHER = Row(ops.ALLGATHER, operators.horovod_allgather, operators.horovod_grouped_allgather)
+BROADCAST = Row(ops.BROADCAST, operators.horovod_broadcast)
+ALLTOALL = Row(ops.ALLTOALL, operators.horovod_alltoall)
+REDUCESCATTER = Row(
+    ops.REDUCESCATTER, operators.horovod_reducescatter, operators.horovod_grouped_reducescatter
+)
+
+
+def uid(process_set: ProcessSet, what: str) -> int:
+    """The engine's own number of a set, whether or not this rank is in it.
+
+    Raises:
+        TypeError: this is no process set.
+        ValueError: the set is not registered, or not any more.
+    """
+    if not isinstance(process_set, ProcessSet):
+        raise TypeError(f"{what}: process_set must be a ProcessSet, not {process_set!r}")
+    if process_set.uid is None:
+        raise ValueError(
+            f"{what}: {process_set} is not registered: see init() and add_process_set()"
+        )
+    return process_set.uid
+
+
+def ranks_of(process_set: int) -> list[int]:
+    """The global ranks in the set of this number, ascending."""
+    return list(basics.engine().process_sets()[process_set])
+
+
+def call(
+    row: Row,
+    values: Sequence[Any],
+    name: str | None,
+    process_set: int,
+    *,
+    grouped: bool = False,
+    arguments: Arguments | None = None,
+    check: Callable[[Tensors], None] | None = None,
+) -> list[tf.Tensor]:
+    """Makes the call of a collective.
+
+    Args:
+        row: which one.
+        values: what can be converted to tensors; one, unless the call is grouped.
+        name: the user's, or None.
+        process_set: the engine's own number of the set.
+        grouped: the tensors are agreed on and reduced together.
+        arguments: what else the collective needs.
+        check: raises ValueError if the tensors can't be right.
+
+    Returns:
+        The outputs, in the order of `values`; after alltoall's the received splits.
+
+    Raises:
+        ValueError: a value can't be a tensor, or `check` says so; the other ranks' calls fail too.
+        tf.errors.OpError: see `horovod.tensorflow`.
+    """
+    prefix = f"grouped_{row.op.name}" if grouped else row.op.name
+    full_name = names.call_name(prefix, name)
+    try:
+        tensors = [tf.convert_to_tensor(value) for value in values]
+        if check is not None:
+            check(tensors)
+        if internals.is_compiling():
+            from horovod.tensorflow import xla  # it needs more of TensorFlow than the rest
+
+            return xla.call(row, tensors, full_name, process_set, arguments or Arguments())
+        return _call(row, tensors, full_name, process_set, grouped, arguments or Arguments())
+    except (TypeError, ValueError) as error:
+        ops.reject(row.op, full_name, process_set, error)
+        raise
+
+
+def _bits(factor: float) -> int:
+    """A double as the integer with the same bits, which is how it reaches an operator."""
+    return int(struct.unpack("q", struct.pack("d", float(factor)))[0])
+
+
+def _call(
+    row: Row, tensors: Tensors, name: str, process_set: int, grouped: bool, arguments: Arguments
+) -> list[tf.Tensor]:
+    attributes = {
+        "tensor_name": name,
+        "site": names.site(),
+        "process_set_id": process_set,
+        "reduce_op": int(arguments.reduce_op),
+        "prescale_bits": _bits(arguments.prescale),
+        "postscale_bits": _bits(arguments.postscale),
+        "root_rank": int(arguments.root),
+        "wait": tf.executing_eagerly(),
+    }
+    if grouped:
+        assert row.grouped is not None
+        outputs = row.grouped(list(tensors), **attributes)
+    elif row is ALLTOALL:
+        outputs = list(row.single(tensors[0], arguments.splits, **attributes))
+    else:
+        outputs = [row.single(tensors[0], **attributes)]
+    if not tf.executing_eagerly():
+        internals.run_independently(outputs[0].op)
+    return list(outputs)

@@ -1,0 +1,57 @@
+"""What a call is called, and where the user made it; must not know what it does.
+
+A name must be the same on every rank, whatever else the ranks have traced. In a traced function a
+call without a name of the user's gets the function's name and its own number in the trace.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from horovod.common import sites
+from horovod.tensorflow import internals
+
+sites.pass_over("/tensorflow/", "/keras/", "/tf_keras/", "__autograph_generated_file")
+
+_numbers: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
+_EAGER = "eager"
+
+
+def call_name(prefix: str, name: str | None) -> str:
+    """The name of a call, ``<prefix>.<name>``, counted in its traced function if `name` is None.
+
+    Eager calls without a name all have the same: the engine knows it, and they come one by one.
+    """
+    if name is None:
+        name = _EAGER if tf.executing_eagerly() else _next_name()
+    return f"{prefix}.{name}"
+
+
+def _next_name() -> str:
+    graph = internals.traced_function(tf.compat.v1.get_default_graph())
+    numbers = _numbers.setdefault(graph, itertools.count())
+    return f"{internals.function_name(graph)}.{next(numbers)}"
+
+
+def _remember(text: str) -> int:
+    _texts.append(text)
+    return len(_texts) - 1
+
+
+_texts = [""]
+_sites = sites.Sites(_remember)
+
+
+def site() -> str:
+    """The line of the user's that makes the call, like ``train.py:12``."""
+    if tf.executing_eagerly():
+        return _texts[_sites.here()]
+    for frame in reversed(internals.stack()):
+        if sites.is_users(frame.filename):
+            return sites.text(frame.filename, frame.lineno)
+    return ""
