@@ -44,7 +44,11 @@ TORCH = [
     ["optimizer", "mpi_ops"],
 ]
 TENSORFLOW = [
-    ["compression", "util"],
+    ["compression", "internals", "native", "util"],
+    ["names", "rows"],
+    ["xla"],
+    ["calls"],
+    ["gradients"],
     ["collectives"],
     ["reduction"],
 ]

@@ -1,4 +1,4 @@
-"""``import horovod.tensorflow as hvd``: all that a training script uses; must not do any work itself."""
+"""``import horovod.tensorflow as hvd``: all that a training script uses; does no work itself."""
 
 try:
     import tensorflow as _tf  # noqa: F401

@@ -8,47 +8,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
 from horovod.common import basics, ops
-from horovod.common.ops import Op, ReduceOp
 from horovod.common.process_sets import ProcessSet
-from horovod.tensorflow import internals, names
-from horovod.tensorflow.native import operators
-
-Tensors = Sequence[tf.Tensor]
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """What a collective is told besides its tensors."""
-
-    reduce_op: int = ReduceOp.Sum
-    prescale: float = 1.0
-    postscale: float = 1.0
-    root: int = -1
-    splits: Any = None
-
-
-@dataclass(frozen=True)
-class Row:
-    """One operation and the operators that run it."""
-
-    op: Op
-    single: Callable[..., Any]
-    grouped: Callable[..., Any] | None = None
-
-
-ALLREDUCE = Row(ops.ALLREDUCE, operators.horovod_allreduce, operators.horovod_grouped_allreduce)
-ALLGATHER = Row(ops.ALLGATHER, operators.horovod_allgather, operators.horovod_grouped_allgather)
-BROADCAST = Row(ops.BROADCAST, operators.horovod_broadcast)
-ALLTOALL = Row(ops.ALLTOALL, operators.horovod_alltoall)
-REDUCESCATTER = Row(
-    ops.REDUCESCATTER, operators.horovod_reducescatter, operators.horovod_grouped_reducescatter
-)
+from horovod.tensorflow import internals, names, xla
+from horovod.tensorflow.rows import ALLTOALL, Arguments, Row, Tensors
 
 
 def uid(process_set: ProcessSet, what: str) -> int:
@@ -103,17 +70,25 @@ def call(
     prefix = f"grouped_{row.op.name}" if grouped else row.op.name
     full_name = names.call_name(prefix, name)
     try:
-        tensors = [tf.convert_to_tensor(value) for value in values]
+        tensors = [_tensor(value) for value in values]
         if check is not None:
             check(tensors)
         if internals.is_compiling():
-            from horovod.tensorflow import xla  # it needs more of TensorFlow than the rest
-
             return xla.call(row, tensors, full_name, process_set, arguments or Arguments())
         return _call(row, tensors, full_name, process_set, grouped, arguments or Arguments())
     except (TypeError, ValueError) as error:
         ops.reject(row.op, full_name, process_set, error)
         raise
+
+
+_DTYPES = frozenset(tf.as_dtype(dtype.name) for dtype in ops.DType)
+
+
+def _tensor(value: Any) -> tf.Tensor:
+    tensor = tf.convert_to_tensor(value)
+    if tensor.dtype not in _DTYPES:
+        raise ValueError(f"data type {tensor.dtype.name} is not supported")
+    return tensor
 
 
 def _bits(factor: float) -> int:

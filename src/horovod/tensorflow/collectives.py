@@ -1,4 +1,4 @@
-"""The collectives as scripts call them, eagerly and in traced functions; must not know how they travel.
+"""The collectives as scripts call them, eager or traced; must not know how they travel.
 
 Eagerly a call blocks until it is done. In a ``tf.function`` it holds no thread, and independent
 calls run in any order on any rank. All of them are differentiable.
@@ -20,7 +20,11 @@ from horovod.common import ops
 from horovod.common.ops import ReduceOp, reduce_op
 from horovod.common.process_sets import ProcessSet, global_process_set, uid_of
 from horovod.tensorflow import calls, names
-from horovod.tensorflow.calls import (
+from horovod.tensorflow.calls import call
+from horovod.tensorflow.compression import Compression
+from horovod.tensorflow.internals import traced_function
+from horovod.tensorflow.native import operators
+from horovod.tensorflow.rows import (
     ALLGATHER,
     ALLREDUCE,
     ALLTOALL,
@@ -28,11 +32,7 @@ from horovod.tensorflow.calls import (
     REDUCESCATTER,
     Arguments,
     Tensors,
-    call,
 )
-from horovod.tensorflow.compression import Compression
-from horovod.tensorflow.internals import traced_function
-from horovod.tensorflow.native import operators
 
 Average, Sum, Adasum, Min, Max, Product = ReduceOp
 
@@ -187,8 +187,8 @@ def _reduce_slices(
     """Gathers all rows: slices of equal index add up. One call, so halves can't be mixed up."""
     if scaled.reduce_op not in (ReduceOp.Average, ReduceOp.Sum):
         raise NotImplementedError(
-            f"IndexedSlices are reduced with Average or Sum, not {ReduceOp(scaled.reduce_op).name}: "
-            f"use sparse_as_dense=True, or tf.convert_to_tensor"
+            f"IndexedSlices are reduced with Average or Sum, not "
+            f"{ReduceOp(scaled.reduce_op).name}: use sparse_as_dense=True, or tf.convert_to_tensor"
         )
     if scaled.prescale != 1.0 or scaled.postscale != 1.0:
         raise NotImplementedError("IndexedSlices are reduced without scale factors")
@@ -416,9 +416,7 @@ def alltoall(
         parts = tf.convert_to_tensor(parts, dtype_hint=tf.int32)
     arguments = Arguments(splits=parts)
     key = _named(name, ignore_name_scope)
-    output, received = call(
-        ALLTOALL, [tensor], key, number, arguments=arguments, check=_check_rows
-    )
+    output, received = call(ALLTOALL, [tensor], key, number, arguments=arguments, check=_check_rows)
     return output if equal else (output, received)
 
 

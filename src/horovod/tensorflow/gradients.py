@@ -14,7 +14,8 @@ import tensorflow as tf
 from horovod.common import basics
 from horovod.common.ops import ReduceOp
 from horovod.tensorflow import calls
-from horovod.tensorflow.calls import ALLGATHER, ALLREDUCE, ALLTOALL, Arguments, call
+from horovod.tensorflow.calls import call
+from horovod.tensorflow.rows import ALLGATHER, ALLREDUCE, ALLTOALL, Arguments
 
 Gradients = list[tf.Tensor | None]
 
@@ -71,9 +72,7 @@ def _allgather(operation: Any, *grads: Any) -> Any:
     table = call(ALLGATHER, [rows[tf.newaxis]], None, process_set)[0]
     place = calls.ranks_of(process_set).index(basics.rank())
     starts = tf.reduce_sum(table[:place], axis=0)
-    own = [
-        mean[starts[i] : starts[i] + rows[i]] if means else mean for i, mean in enumerate(means)
-    ]
+    own = [mean[starts[i] : starts[i] + rows[i]] if means else mean for i, mean in enumerate(means)]
     return _only_real(operation, own)
 
 

@@ -17,7 +17,7 @@ from horovod.common import basics, ops
 from horovod.common.compression import bound
 from horovod.common.ops import ReduceOp, reduce_op
 from horovod.common.process_sets import ProcessSet
-from horovod.tensorflow import collectives  # type: ignore[attr-defined]  # on its way
+from horovod.tensorflow import collectives
 from horovod.tensorflow.util import key_of, split_list
 
 Gradient = Any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from horovod.tensorflow.calls import Arguments, Row, Tensors
+from horovod.tensorflow.rows import Arguments, Row, Tensors
 
 
 def call(
