@@ -44,13 +44,16 @@ TORCH = [
     ["optimizer", "mpi_ops"],
 ]
 TENSORFLOW = [
-    ["compression", "internals", "native", "util"],
+    ["compression", "internals", "native", "util", "forwarding"],
     ["names", "rows"],
     ["xla"],
     ["calls"],
     ["gradients"],
     ["collectives"],
-    ["reduction"],
+    ["functions", "reduction"],
+    ["tape", "delta", "gradient_aggregation", "hook", "sync_batch_norm"],
+    ["gradient_aggregation_eager"],
+    ["optimizer"],
 ]
 ROWS = {"common": COMMON, "torch": TORCH, "tensorflow": TENSORFLOW}
 ADAPTERS = {"torch", "tensorflow", "keras", "jax", "numpy", "data"}  # data is for all frameworks

@@ -9,6 +9,8 @@ except ImportError as error:
         f"`pip install '.[tensorflow]'`"
     ) from error
 
+import typing as _typing
+
 from horovod.common.basics import (
     ccl_built,
     cross_rank,
@@ -67,24 +69,58 @@ from horovod.tensorflow.collectives import (
     size_op,
 )
 from horovod.tensorflow.compression import Compression
+from horovod.tensorflow.functions import (
+    allgather_object,
+    broadcast_global_variables,
+    broadcast_object,
+    broadcast_object_fn,
+    broadcast_variables,
+)
+from horovod.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
+from horovod.tensorflow.hook import BroadcastGlobalVariablesHook
+from horovod.tensorflow.optimizer import DistributedOptimizer
+from horovod.tensorflow.optimizer import _DistributedOptimizer as _DistributedOptimizer
+from horovod.tensorflow.reduction import allreduce_cond as _allreduce_cond  # noqa: F401
+from horovod.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
+from horovod.tensorflow.util import (  # noqa: F401  not for `import *`, but programs know them
+    _cache,
+    _executing_eagerly,
+    _make_subgraph,
+    check_num_rank_power_of_2,
+    gpu_available,
+    refs_to_vars,
+    split_list,
+    vars_to_refs,
+)
 
 __all__ = [
     "Adasum",
     "Average",
+    "BroadcastGlobalVariablesHook",
     "Compression",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
     "HorovodInternalError",
+    "LocalGradientAggregationHelper",
     "Max",
     "Min",
+    "PartialDistributedGradientTape",
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNormalization",
     "add_process_set",
     "allgather",
+    "allgather_object",
     "allreduce",
     "alltoall",
     "barrier",
     "broadcast",
     "broadcast_",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_variables",
     "ccl_built",
     "cross_rank",
     "cross_size",
@@ -121,3 +157,12 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
 ]
+
+
+def __getattr__(name: str) -> _typing.Any:
+    """Makes the one class that needs Keras when it is first asked for."""
+    if name == "SyncBatchNormalization":
+        from horovod.tensorflow import sync_batch_norm
+
+        return sync_batch_norm.SyncBatchNormalization
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

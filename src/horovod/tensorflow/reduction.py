@@ -16,8 +16,8 @@ import tensorflow as tf
 from horovod.common import basics, ops
 from horovod.common.compression import bound
 from horovod.common.ops import ReduceOp, reduce_op
-from horovod.common.process_sets import ProcessSet
-from horovod.tensorflow import collectives
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.tensorflow import collectives, internals, names
 from horovod.tensorflow.util import key_of, split_list
 
 Gradient = Any
@@ -124,6 +124,13 @@ def communicates(process_set: ProcessSet) -> bool:
     return bool(process_set.included()) and ops.members(process_set) > 1
 
 
+def allreduce_cond(tensor: Any, process_set: ProcessSet = global_process_set, **kwargs: Any) -> Any:
+    """`allreduce`, but the tensor itself if this rank has nobody to reduce with."""
+    if not communicates(process_set):
+        return tensor
+    return collectives.allreduce(tensor, process_set=process_set, **kwargs)
+
+
 def local_gradient(grad: Gradient, process_set: ProcessSet) -> Gradient:
     """The gradient of a variable that only this rank has, as if it had been averaged.
 
@@ -205,7 +212,9 @@ def _plan(grads: Sequence[Gradient], variables: Sequence[Any] | None, groups: Gr
         if not (grad is None or isinstance(grad, tf.IndexedSlices))
     ]
     sparse = [i for i, grad in enumerate(grads) if isinstance(grad, tf.IndexedSlices)]
-    if groups is None:
+    if internals.is_compiling():
+        calls = [dense]  # XLA runs calls one after the other
+    elif groups is None:
         calls = [[i] for i in dense]
     elif isinstance(groups, int):
         calls = split_list(dense, groups)
@@ -231,11 +240,12 @@ def _reduced(options: _Options, grads: list[Gradient], plan: _Plan) -> list[Grad
     """The list with the gradients of the plan reduced; concurrently also in eager code."""
     places = [place for call in plan for place in call]
     parts = [_parts(grads[place]) for place in places]
+    prefix = names.call_name(options.name, None)
     if tf.executing_eagerly():
         specs = tuple(tuple(_spec(tensor, len(one) > 1) for tensor in one) for one in parts)
-        parts = _compiled(options, plan, specs, ops.enter())(parts)
+        parts = _compiled(options, plan, specs, prefix, ops.enter())(parts)
     else:
-        parts = _traced(options, plan, parts, collectives.unique_name(options.name))
+        parts = _traced(options, plan, parts, prefix)
     result = list(grads)
     for place, tensors in zip(places, parts, strict=True):
         result[place] = _joined(tensors, grads[place])
@@ -260,7 +270,7 @@ def _spec(tensor: Any, any_rows: bool) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled(options: _Options, plan: _Plan, specs: Any, run: int) -> Any:
+def _compiled(options: _Options, plan: _Plan, specs: Any, prefix: str, run: int) -> Any:
     """One function for each kind of list: each is traced once, so TensorFlow has no complaints.
 
     What is traced depends on the size of the set, hence on the `run` of the engine.
@@ -268,7 +278,7 @@ def _compiled(options: _Options, plan: _Plan, specs: Any, run: int) -> Any:
 
     @tf.function(input_signature=[[list(one) for one in specs]], autograph=False)
     def reduce_gradients(parts: list[list[Any]]) -> list[list[Any]]:
-        return _traced(options, plan, parts, options.name)
+        return _traced(options, plan, parts, prefix)
 
     return reduce_gradients
 
@@ -293,6 +303,7 @@ def _sparse(options: _Options, parts: list[Any], name: str) -> list[Any]:
         op=options.op,
         name=name,
         process_set=options.process_set,
+        ignore_name_scope=True,
     )
     return _parts(reduced)
 
