@@ -53,11 +53,26 @@ TENSORFLOW = [
     ["functions", "reduction"],
     ["tape", "delta", "gradient_aggregation", "hook", "sync_batch_norm"],
     ["gradient_aggregation_eager"],
+    ["keras"],
     ["optimizer"],
 ]
-ROWS = {"common": COMMON, "torch": TORCH, "tensorflow": TENSORFLOW}
-ADAPTERS = {"torch", "tensorflow", "keras", "jax", "numpy", "data"}  # data is for all frameworks
-ADAPTER_EXCEPTIONS = {("keras", "tensorflow")}
+KERAS = [
+    ["flavours", "settings"],
+    ["on_tensorflow", "on_torch"],
+    ["distributed"],
+    ["callbacks", "keras3", "tf_keras"],
+    ["face"],
+]
+ROWS = {"common": COMMON, "torch": TORCH, "tensorflow": TENSORFLOW, "_keras": KERAS}
+# data is for all frameworks; _keras is what the faces for tf.keras and keras share
+ADAPTERS = {"torch", "tensorflow", "_keras", "keras", "jax", "numpy", "data"}
+ADAPTER_EXCEPTIONS = {
+    ("keras", "tensorflow"),
+    ("keras", "_keras"),
+    ("tensorflow", "_keras"),  # from tensorflow.keras
+    ("_keras", "tensorflow"),  # from on_tensorflow
+    ("_keras", "torch"),  # from on_torch
+}
 RUNNER_MAY_IMPORT = {"exceptions", "config", "store"}
 CORE_OWNERS = {"common.basics", "common.mpi"}
 READS_ENVIRONMENT = {"common.config", "common.basics", "common.util"}
@@ -67,6 +82,7 @@ THIRD_PARTY = {
     "runner": {"cloudpickle", "yaml", "psutil"},
     "torch": {"torch", "cloudpickle", "packaging"},
     "tensorflow": {"tensorflow", "keras", "numpy", "cloudpickle"},
+    "_keras": {"tensorflow", "keras", "tf_keras", "torch", "numpy"},
     "keras": {"tensorflow", "keras", "numpy", "cloudpickle"},
     "jax": {"jax", "jaxlib", "numpy", "cloudpickle"},
     "numpy": {"numpy", "cloudpickle"},

@@ -146,9 +146,7 @@ def DistributedOptimizer(
     if is_keras(optimizer, "optimizers.Optimizer", "optimizers.legacy.Optimizer"):
         if op is ReduceOp.Adasum:
             raise ValueError("op=Adasum isn't supported with Keras optimizers")
-        from horovod.tensorflow.keras import (  # type: ignore[import-not-found]  # on its way
-            DistributedOptimizer as wrapped,
-        )
+        from horovod.tensorflow.keras import DistributedOptimizer as wrapped
 
         return wrapped(
             optimizer,
