@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 
-import horovod.tensorflow.keras as hvd
 import numpy as np
 import tensorflow as tf
 from sklearn.datasets import load_digits
+
+import horovod.tensorflow.keras as hvd
 
 TRAINING_IMAGES = 1437  # of 1797; the others are for the test
 

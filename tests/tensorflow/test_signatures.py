@@ -65,9 +65,8 @@ def test_names_and_modules_that_programs_reach_for(run_in: Run) -> None:
 @pytest.mark.np(2)
 def test_names_mean_the_same_in_every_module() -> None:
     import horovod.keras
-    import horovod.tensorflow.keras
-
     import horovod.tensorflow as hvd
+    import horovod.tensorflow.keras
     from horovod.common import basics, exceptions, process_sets
 
     for name in ("init", "rank", "size", "shutdown"):
