@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import runpy
 import socket
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import pytest
 
 import signatures
 import tensorflow_signatures
-from horovod.common import basics
+from programs import run_programs
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")])
@@ -77,21 +75,6 @@ def framework(code: str) -> str:
 
 def python_blocks(path: Path, of: str) -> list[str]:
     return [code for code in blocks(path, "python") if framework(code) == of]
-
-
-def run_programs(directory: Path) -> None:
-    """Runs what lies there, in order, on this rank of a world; each as a main program."""
-    basics.shutdown()  # their own init() is the first
-    here = os.getcwd()
-    os.chdir(directory)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", category=DeprecationWarning, module="__main__")
-            for program in sorted(directory.glob("*.py")):
-                runpy.run_path(str(program), run_name="__main__")
-    finally:
-        os.chdir(here)
-        basics.init()
 
 
 FLAVOURS = {"torch": "torch", "tensorflow": "keras3"}

@@ -70,7 +70,11 @@ TENSORFLOW = {
 }
 TENSORFLOW_OTHERS = [
     *CONSTANTS,
-    *["ProcessSet", "global_process_set", "Compression", "HorovodInternalError"],
+    "ProcessSet",
+    "global_process_set",
+    "Compression",
+    "HorovodInternalError",
+    "handle_average_backwards_compatibility",
 ]
 
 KERAS = {
@@ -89,7 +93,7 @@ KERAS = {
     "load_model": "filepath, custom_optimizers=None, custom_objects=None, compression=C, "
     "legacy_opts=False",
 }
-KERAS_OTHERS = [*CONSTANTS, *["ProcessSet", "global_process_set", "Compression", "callbacks"]]
+KERAS_OTHERS = [*CONSTANTS, "ProcessSet", "global_process_set", "Compression", "callbacks"]
 
 CALLBACKS = {
     "BroadcastGlobalVariablesCallback": "root_rank, device='', local_variables=None",
@@ -114,10 +118,8 @@ SURFACES = {
 # What else programs find: names that aren't in an ``__all__``, and other modules.
 MODULES = {
     "horovod.tensorflow": """
-        handle_average_backwards_compatibility check_num_rank_power_of_2 _executing_eagerly
-        _make_subgraph _cache vars_to_refs refs_to_vars gpu_available split_list
-        _DistributedOptimizer _allreduce_cond mpi_ops functions compression util keras
-        sync_batch_norm gradient_aggregation gradient_aggregation_eager
+        check_num_rank_power_of_2 _executing_eagerly _make_subgraph _cache vars_to_refs
+        refs_to_vars gpu_available split_list _DistributedOptimizer _allreduce_cond
     """,
     "horovod.tensorflow.mpi_ops": """
         _basics _allreduce _alltoall_grad _check_has_gpu allreduce grouped_allreduce allgather

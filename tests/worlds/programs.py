@@ -1,4 +1,4 @@
-"""Runs the scripts of examples/: as users start them, or in the ranks of a world."""
+"""Runs scripts: as users start them, or in the ranks of a world, as the main programs they are."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import runpy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -18,7 +19,7 @@ LAUNCHER = (sys.executable, "-m", "horovod.runner")
 
 
 def run(n: int, script: str, *words: str) -> str:
-    """What a script prints that is started with n processes, or without a launcher if n is 1."""
+    """What an example prints that is started with n processes, or without a launcher if n is 1."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_")}
     command = [sys.executable, str(EXAMPLES / script), *words]
     done = subprocess.run(
@@ -34,7 +35,7 @@ def run(n: int, script: str, *words: str) -> str:
 
 
 def main_program(script: str, words: list[str]) -> str:
-    """What a script prints on this rank of a world, as the main program that it is."""
+    """What an example prints on this rank of a world."""
     printed = io.StringIO()
     try:
         with mock.patch("sys.argv", [script, *words]), contextlib.redirect_stdout(printed):
@@ -43,3 +44,18 @@ def main_program(script: str, words: list[str]) -> str:
     finally:
         basics.init()
     return printed.getvalue()
+
+
+def run_programs(directory: Path) -> None:
+    """Runs what lies there, in order, on this rank of a world."""
+    basics.shutdown()  # their own init() is the first
+    here = os.getcwd()
+    os.chdir(directory)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", category=DeprecationWarning, module="__main__")
+            for program in sorted(directory.glob("*.py")):
+                runpy.run_path(str(program), run_name="__main__")
+    finally:
+        os.chdir(here)
+        basics.init()

@@ -4,7 +4,7 @@ A test marked ``np(n)`` runs in every rank of a world of n processes; ``np(2, 3)
 worlds. Worlds are started once and serve many tests, since importing a framework takes seconds; a
 world in which a test failed is ended, and a new one takes its place. ``np(2, fresh=True)`` gives a
 test a world of its own, ``np(2, env={...})`` one with variables besides. The fixture ``run_in``
-runs a function of the test's module in a world and gives the results by rank.
+runs a module-level function in a world and gives the results by rank.
 
 Which frameworks a world has is its *flavour*: that of the test's folder, or those of the marker
 ``flavour("keras3")`` on a test or, as ``pytestmark``, on a module. A test with several flavours is
@@ -229,10 +229,11 @@ def worlds(request: pytest.FixtureRequest) -> Iterator[Worlds]:
 
 @pytest.fixture
 def run_in(request: pytest.FixtureRequest, worlds: Worlds) -> Callable[..., list[Any]]:
-    """``run_in(n, function, **kwargs)``: a module-level function, in every rank of a world of n."""
-    path, flavour = str(request.path), flavour_of(request.node)
+    """``run_in(n, function, **kwargs)``: a function of a file, in every rank of a world of n."""
+    flavour = flavour_of(request.node)
 
     def run(size: int, function: Callable[..., Any], /, **kwargs: Any) -> list[Any]:
+        path = inspect.getfile(function)
         return worlds.run(size, path, function.__name__, kwargs, flavour=flavour)
 
     return run
