@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <string>
 
+#include "native/failure.h"
+
 namespace horovod::tensorflow {
 
 struct TF_Status;
@@ -25,16 +27,6 @@ using Compute = void (*)(void*, TF_OpKernelContext*);
 using ComputeAsync = void (*)(void*, TF_OpKernelContext*, TF_AsyncOpKernelDoneCallback*);
 using DeleteKernel = void (*)(void*);
 using InferShapes = void (*)(TF_ShapeInferenceContext*, TF_Status*);
-
-// TF_Code, which are absl's codes.
-enum Code : int {
-  kOk = 0,
-  kUnknown = 2,
-  kInvalidArgument = 3,
-  kResourceExhausted = 8,
-  kFailedPrecondition = 9,
-  kAborted = 10,
-};
 
 // clang-format off
 #define HOROVOD_TF_API(X) \

@@ -6,10 +6,11 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstring>
-#include <deque>
-#include <map>
 #include <mutex>
 #include <utility>
+
+#include "native/failure.h"
+#include "native/turns.h"
 
 namespace horovod::tensorflow {
 namespace {
@@ -37,38 +38,7 @@ constexpr std::array<int, 20> kTypes = [] {
 }();
 
 constexpr int kFloat32 = 1, kInt32 = 3, kInt64 = 9;
-constexpr int64_t kNoStep = 0;  // of eager calls
 static_assert(kTypes[kFloat32] == static_cast<int>(DType::Float32));
-
-class Failure {
- public:
-  Failure() = default;
-  Failure(int code, std::string text) : code_(code), text_(std::move(text)) {}
-  explicit operator bool() const { return code_ != kOk; }
-  int code() const { return code_; }
-  const std::string& text() const { return text_; }
-
- private:
-  int code_ = kOk;
-  std::string text_;
-};
-
-// A call that was refused for want of an engine says so as "not initialized" does; one that an
-// engine's end took with it failed like the engine.
-Failure failure_of(const Status& status, bool submitted) {
-  switch (status.kind) {
-    case ErrorKind::None:
-      return {};
-    case ErrorKind::InvalidArgument:
-      return {submitted ? kAborted : kInvalidArgument, status.text};
-    case ErrorKind::Mismatch:
-      return {kFailedPrecondition, status.text};
-    case ErrorKind::Shutdown:
-      return {submitted ? kUnknown : kFailedPrecondition, status.text};
-    default:
-      return {kUnknown, status.text};
-  }
-}
 
 Shape shape_of(const TF_Tensor* tensor) {
   Shape shape(static_cast<size_t>(tf.TF_NumDims(tensor)));
@@ -83,34 +53,8 @@ std::byte* memory_of(const TF_Tensor* tensor) {
   return data == nullptr ? &nothing : static_cast<std::byte*>(data);
 }
 
-class Flight;
-enum class Turn { Now, Later, Twice };
-
-// Who uses a name of a call now. TensorFlow may run a node again before its last run has ended, and
-// several threads may make eager calls: they take turns, in the order of their coming.
-class Turns {
- public:
-  using Key = std::pair<uint32_t, std::string>;
-
-  // Later: the flight is told with give_turn(). Twice: the same step has a call of this name under
-  // way, so that this one has no place in the order.
-  Turn take(const Key& key, Flight* flight, int64_t step);
-  // The flight that comes after this one, if any.
-  Flight* pass_on(const Key& key);
-
- private:
-  struct Waiting {
-    Flight* flight;
-    int64_t step;
-  };
-  std::mutex mutex_;
-  std::map<Key, std::deque<Waiting>> turns_;  // the first of each has the turn
-};
-
-Turns turns;
-
 // Owns itself: ends with end().
-class Flight {
+class Flight final : Successor {
  public:
   Flight(std::shared_ptr<const Node> node, TF_OpKernelContext* context, Done done)
       : node_(std::move(node)),
@@ -122,7 +66,7 @@ class Flight {
     Failure failure = load();
     if (failure) return refuse(failure);
     const bool wait = node_->wait;  // once another thread may start this flight it may be gone
-    switch (turns.take(key(), this, tf.TF_StepId(context_))) {
+    switch (turns().take(key(), this, tf.TF_StepId(context_))) {
       case Turn::Twice:
         return refuse({kInvalidArgument, "the name \"" + call_->request.name +
                                              "\" is used twice in one step, and the order of the "
@@ -142,7 +86,7 @@ class Flight {
   }
 
   // The flight before this one, of the same name, has landed.
-  void give_turn() {
+  void give_turn() override {
     if (!node_->wait) return go();
     const std::lock_guard lock(turn_mutex_);
     has_turn_ = true;
@@ -270,7 +214,7 @@ class Flight {
 
   void land(Failure failure) {
     if (!failure) failure = answer();
-    Flight* next = turns.pass_on(key());
+    Successor* next = turns().pass_on(key());
     end(failure);
     if (next != nullptr) next->give_turn();
   }
@@ -321,25 +265,6 @@ class Flight {
   std::condition_variable turn_;
   bool has_turn_ = false;
 };
-
-Turn Turns::take(const Key& key, Flight* flight, int64_t step) {
-  const std::lock_guard lock(mutex_);
-  auto& queue = turns_[key];
-  for (const Waiting& other : queue) {
-    if (step != kNoStep && other.step == step) return Turn::Twice;
-  }
-  queue.push_back({flight, step});
-  return queue.size() == 1 ? Turn::Now : Turn::Later;
-}
-
-Flight* Turns::pass_on(const Key& key) {
-  const std::lock_guard lock(mutex_);
-  const auto it = turns_.find(key);
-  it->second.pop_front();
-  if (!it->second.empty()) return it->second.front().flight;
-  turns_.erase(it);
-  return nullptr;
-}
 
 }  // namespace
 
