@@ -7,6 +7,7 @@
 #include "api.h"
 #include "flight.h"
 #include "ops.h"
+#include "xla.h"
 
 namespace {
 
@@ -31,4 +32,9 @@ HOROVOD_EXPORT const char* horovod_tensorflow_problem() { return problem().c_str
 
 HOROVOD_EXPORT void horovod_tensorflow_bind(uint64_t door) {
   horovod::tensorflow::set_door(reinterpret_cast<horovod::Door*>(door));
+}
+
+// Why functions that XLA compiles can't have collectives, or nothing. They can from then on.
+HOROVOD_EXPORT const char* horovod_tensorflow_register_with_xla() {
+  return horovod::tensorflow::register_handler().c_str();
 }

@@ -6,16 +6,15 @@ runs as soon as its inputs are there, and in a function that XLA compiles a call
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from horovod.common import basics, ops
+from horovod.common import ops
 from horovod.common.process_sets import ProcessSet
 from horovod.tensorflow import internals, names, xla
-from horovod.tensorflow.rows import ALLTOALL, Arguments, Row, Tensors
+from horovod.tensorflow.rows import ALLTOALL, Arguments, Row, Tensors, bits
 
 
 def uid(process_set: ProcessSet, what: str) -> int:
@@ -34,11 +33,7 @@ def uid(process_set: ProcessSet, what: str) -> int:
     return process_set.uid
 
 
-def ranks_of(process_set: int) -> list[int]:
-    """The global ranks in the set of this number, ascending."""
-    return list(basics.engine().process_sets()[process_set])
-
-
+@internals.unconverted
 def call(
     row: Row,
     values: Sequence[Any],
@@ -65,6 +60,7 @@ def call(
 
     Raises:
         ValueError: a value can't be a tensor, or `check` says so; the other ranks' calls fail too.
+        tf.errors.UnimplementedError: XLA can't do it; the other ranks' calls fail too.
         tf.errors.OpError: see `horovod.tensorflow`.
     """
     prefix = f"grouped_{row.op.name}" if grouped else row.op.name
@@ -73,10 +69,9 @@ def call(
         tensors = [_tensor(value) for value in values]
         if check is not None:
             check(tensors)
-        if internals.is_compiling():
-            return xla.call(row, tensors, full_name, process_set, arguments or Arguments())
-        return _call(row, tensors, full_name, process_set, grouped, arguments or Arguments())
-    except (TypeError, ValueError) as error:
+        route = xla.call if internals.is_compiling() else _call
+        return route(row, tensors, full_name, process_set, grouped, arguments or Arguments())
+    except (TypeError, ValueError, tf.errors.UnimplementedError) as error:
         ops.reject(row.op, full_name, process_set, error)
         raise
 
@@ -91,11 +86,6 @@ def _tensor(value: Any) -> tf.Tensor:
     return tensor
 
 
-def _bits(factor: float) -> int:
-    """A double as the integer with the same bits, which is how it reaches an operator."""
-    return int(struct.unpack("q", struct.pack("d", float(factor)))[0])
-
-
 def _call(
     row: Row, tensors: Tensors, name: str, process_set: int, grouped: bool, arguments: Arguments
 ) -> list[tf.Tensor]:
@@ -104,8 +94,8 @@ def _call(
         "site": names.site(),
         "process_set_id": process_set,
         "reduce_op": int(arguments.reduce_op),
-        "prescale_bits": _bits(arguments.prescale),
-        "postscale_bits": _bits(arguments.postscale),
+        "prescale_bits": bits(arguments.prescale),
+        "postscale_bits": bits(arguments.postscale),
         "root_rank": int(arguments.root),
         "wait": tf.executing_eagerly(),
     }

@@ -32,6 +32,7 @@ from horovod.tensorflow.rows import (
     REDUCESCATTER,
     Arguments,
     Tensors,
+    ranks_of,
 )
 
 Average, Sum, Adasum, Min, Max, Product = ReduceOp
@@ -194,7 +195,7 @@ def _reduce_slices(
         raise NotImplementedError("IndexedSlices are reduced without scale factors")
     halves = [half for one in slices for half in (one.values, one.indices)]
     gathered = call(ALLGATHER, halves, name, process_set, grouped=True)
-    divisor = len(calls.ranks_of(process_set)) if scaled.reduce_op == ReduceOp.Average else 1
+    divisor = len(ranks_of(process_set)) if scaled.reduce_op == ReduceOp.Average else 1
     results = []
     for i, one in enumerate(slices):
         values, indices = gathered[2 * i : 2 * i + 2]

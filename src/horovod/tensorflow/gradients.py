@@ -1,123 +1,154 @@
-"""The gradients of the operators, made of the same operators; must not know who asks for them.
+"""The gradients of the collectives, made of collectives; must not know who asks for them.
 
 A rank's loss counts once: the gradient of what a rank gathers from others is the mean of theirs.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from horovod.common import basics
-from horovod.common.ops import ReduceOp
-from horovod.tensorflow import calls
+from horovod.common.ops import Op, ReduceOp
+from horovod.tensorflow import xla
 from horovod.tensorflow.calls import call
-from horovod.tensorflow.rows import ALLGATHER, ALLREDUCE, ALLTOALL, Arguments
+from horovod.tensorflow.rows import (
+    ALLGATHER,
+    ALLREDUCE,
+    ALLTOALL,
+    BROADCAST,
+    REDUCESCATTER,
+    ROWS,
+    Arguments,
+    Made,
+    Row,
+    from_bits,
+    ranks_of,
+)
 
-Gradients = list[tf.Tensor | None]
+Gradients = list[tf.Tensor]
 
 _MEAN = Arguments(reduce_op=ReduceOp.Average)
 
 
-def _factor(operation: Any, name: str) -> float:
-    return float(struct.unpack("d", struct.pack("q", operation.get_attr(name)))[0])
+def _mean(made: Made, grads: Gradients) -> Gradients:
+    return call(ALLREDUCE, grads, None, made.process_set, grouped=made.grouped, arguments=_MEAN)
 
 
-def _set_of(operation: Any) -> int:
-    return int(operation.get_attr("process_set_id"))
-
-
-def _dense(operation: Any, grads: Sequence[Any]) -> list[tf.Tensor]:
-    """The gradients of all outputs: zeros for those that nothing depends on."""
-    return [
-        tf.zeros_like(output) if grad is None else tf.convert_to_tensor(grad)
-        for grad, output in zip(grads, operation.outputs, strict=False)
-    ]
-
-
-def _only_real(operation: Any, grads: Sequence[tf.Tensor]) -> Any:
-    """Integers have no gradient."""
-    kept = [
-        grad if tensor.dtype.is_floating or tensor.dtype.is_complex else None
-        for grad, tensor in zip(grads, operation.inputs, strict=False)
-    ]
-    return kept[0] if len(kept) == 1 else kept
-
-
-def _allreduce(operation: Any, *grads: Any) -> Any:
+def _allreduce(made: Made, grads: Gradients) -> Gradients:
     """The sum of the gradients in the way in which the values were reduced."""
-    arguments = Arguments(
-        reduce_op=operation.get_attr("reduce_op"),
-        prescale=_factor(operation, "prescale_bits"),
-        postscale=_factor(operation, "postscale_bits"),
+    return call(
+        ALLREDUCE,
+        grads,
+        None,
+        made.process_set,
+        grouped=made.grouped,
+        arguments=made.arguments,
     )
-    tensors = _dense(operation, grads)
-    grouped = operation.type == "HorovodGroupedAllreduce"
-    reduced = call(
-        ALLREDUCE, tensors, None, _set_of(operation), grouped=grouped, arguments=arguments
-    )
-    return _only_real(operation, reduced)
 
 
-def _allgather(operation: Any, *grads: Any) -> Any:
+def _allgather(made: Made, grads: Gradients) -> Gradients:
     """A rank's own rows of the mean."""
-    process_set = _set_of(operation)
-    tensors = _dense(operation, grads)
-    grouped = operation.type == "HorovodGroupedAllgather"
-    means = call(ALLREDUCE, tensors, None, process_set, grouped=grouped, arguments=_MEAN)
-    rows = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in operation.inputs])
-    table = call(ALLGATHER, [rows[tf.newaxis]], None, process_set)[0]
-    place = calls.ranks_of(process_set).index(basics.rank())
-    starts = tf.reduce_sum(table[:place], axis=0)
-    own = [mean[starts[i] : starts[i] + rows[i]] if means else mean for i, mean in enumerate(means)]
-    return _only_real(operation, own)
+    members = ranks_of(made.process_set)
+    means = _mean(made, grads)
+    own = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in made.inputs])
+    known = Arguments(rows=(len(members),))
+    table = call(ALLGATHER, [own[tf.newaxis]], None, made.process_set, arguments=known)[0]
+    starts = tf.reduce_sum(table[: members.index(basics.rank())], axis=0)
+    return [
+        tf.slice(
+            mean,
+            tf.concat([starts[i : i + 1], tf.zeros([tf.rank(mean) - 1], tf.int64)], 0),
+            tf.shape(tensor, tf.int64),
+        )
+        for i, (mean, tensor) in enumerate(zip(means, made.inputs, strict=True))
+    ]
 
 
-def _broadcast(operation: Any, grad: Any) -> Any:
-    """The mean at the root, whose values the others got; zeros at the others."""
-    mean = call(ALLREDUCE, _dense(operation, [grad]), None, _set_of(operation), arguments=_MEAN)[0]
-    mine = basics.rank() == operation.get_attr("root_rank")
-    return _only_real(operation, [mean if mine else tf.zeros_like(mean)])
+def _broadcast(made: Made, grads: Gradients) -> Gradients:
+    """The mean at the root, whose values the others got; zeros at the others.
+
+    Zeros that depend on the mean: the gradient of this gradient needs a call of every rank.
+    """
+    mine = basics.rank() == made.arguments.root
+    return [tf.where(mine, mean, tf.zeros_like(mean)) for mean in _mean(made, grads)]
 
 
-def _alltoall(operation: Any, grad: Any, _: Any) -> Any:
+def _alltoall(made: Made, grads: Gradients) -> Gradients:
     """The way back; what was not sent has no influence."""
-    (tensor,) = _dense(operation, [grad])
-    back = Arguments(splits=operation.outputs[1])
-    returned = call(ALLTOALL, [tensor], None, _set_of(operation), arguments=back)[0]
-    source = operation.inputs[0]
+    back = Arguments(splits=made.outputs[1])
+    returned = call(ALLTOALL, grads[:1], None, made.process_set, arguments=back)[0]
+    (source,) = made.inputs
     missing = tf.shape(source)[0] - tf.shape(returned)[0]
     filling = tf.zeros(tf.concat([[missing], tf.shape(source)[1:]], 0), returned.dtype)
     whole = tf.concat([returned, filling], 0)
     whole.set_shape(source.shape)
-    return [_only_real(operation, [whole]), None]
+    return [whole]
 
 
-def _reducescatter(operation: Any, *grads: Any) -> Any:
+def _reducescatter(made: Made, grads: Gradients) -> Gradients:
     """Everybody's rows."""
-    process_set = _set_of(operation)
-    tensors = _dense(operation, grads)
-    grouped = operation.type == "HorovodGroupedReducescatter"
-    gathered = call(ALLGATHER, tensors, None, process_set, grouped=grouped)
-    terms = (
-        len(calls.ranks_of(process_set)) if operation.get_attr("reduce_op") == ReduceOp.Sum else 1
-    )
-    scale = terms * _factor(operation, "prescale_bits") * _factor(operation, "postscale_bits")
-    return _only_real(operation, [tensor * tf.cast(scale, tensor.dtype) for tensor in gathered])
+    known = Arguments(rows=tuple(tensor.shape[0] for tensor in made.inputs))
+    gathered = call(ALLGATHER, grads, None, made.process_set, grouped=made.grouped, arguments=known)
+    is_sum = made.arguments.reduce_op == ReduceOp.Sum
+    terms = len(ranks_of(made.process_set)) if is_sum else 1
+    scale = terms * made.arguments.prescale * made.arguments.postscale
+    return [tensor * tf.cast(scale, tensor.dtype) for tensor in gathered]
 
 
-for _gradient, _operators in {
-    _allreduce: ("HorovodAllreduce", "HorovodGroupedAllreduce"),
-    _allgather: ("HorovodAllgather", "HorovodGroupedAllgather"),
-    _broadcast: ("HorovodBroadcast",),
-    _alltoall: ("HorovodAlltoall",),
-    _reducescatter: ("HorovodReducescatter", "HorovodGroupedReducescatter"),
-}.items():
-    for _operator in _operators:
-        tf.RegisterGradient(_operator)(_gradient)
+_LAWS: dict[Op, Callable[[Made, Gradients], Gradients]] = {
+    ALLREDUCE.op: _allreduce,
+    ALLGATHER.op: _allgather,
+    BROADCAST.op: _broadcast,
+    ALLTOALL.op: _alltoall,
+    REDUCESCATTER.op: _reducescatter,
+}
+
+
+def gradient(made: Made, grads: Sequence[Any]) -> list[tf.Tensor | None]:
+    """The gradients of a call's tensors.
+
+    Args:
+        made: the call.
+        grads: of its outputs, None for those that nothing depends on.
+
+    Returns:
+        A gradient for each input, or None: integers have none.
+    """
+    dense = [
+        tf.zeros_like(output) if grad is None else tf.convert_to_tensor(grad)
+        for grad, output in zip(grads, made.outputs, strict=False)
+    ]
+    return [
+        grad if tensor.dtype.is_floating or tensor.dtype.is_complex else None
+        for grad, tensor in zip(_LAWS[made.row.op](made, dense), made.inputs, strict=True)
+    ]
+
+
+def _of_operator(row: Row, grouped: bool) -> Callable[..., list[tf.Tensor | None]]:
+    def of_operation(operation: Any, *grads: Any) -> list[tf.Tensor | None]:
+        inputs = list(operation.inputs)
+        tensors = inputs if grouped else inputs[:1]  # without the splits
+        arguments = Arguments(
+            reduce_op=operation.get_attr("reduce_op"),
+            prescale=from_bits(operation.get_attr("prescale_bits")),
+            postscale=from_bits(operation.get_attr("postscale_bits")),
+            root=operation.get_attr("root_rank"),
+        )
+        process_set = int(operation.get_attr("process_set_id"))
+        made = Made(row, grouped, process_set, arguments, tensors, operation.outputs)
+        return [*gradient(made, grads), *[None] * (len(inputs) - len(tensors))]
+
+    return of_operation
+
+
+for _row in ROWS:
+    tf.RegisterGradient(_row.operator(grouped=False))(_of_operator(_row, grouped=False))
+    if _row.grouped is not None:
+        tf.RegisterGradient(_row.operator(grouped=True))(_of_operator(_row, grouped=True))
+xla.set_gradient(gradient)
 for _operator in (
     "HorovodJoin",
     "HorovodBarrier",

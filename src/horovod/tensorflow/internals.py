@@ -6,14 +6,24 @@ Each function says what is lost where a later TensorFlow lacks what it uses.
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import tensorflow as tf
+from tensorflow.python.eager import context
 from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph
 from tensorflow.python.util import tf_stack
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 _GENERATED = re.compile(r"^__(forward|backward|inference)_(.*)_\d+$")
+
+
+def unconverted(function: Function) -> Function:
+    """Keeps AutoGraph from rewriting a function of ours, and all that it calls, at each trace."""
+    kept: Function = tf.autograph.experimental.do_not_convert(function)
+    return kept
 
 
 def run_independently(operation: Any) -> None:
@@ -26,11 +36,18 @@ def run_independently(operation: Any) -> None:
         manager.run_independently(operation)
 
 
-def traced_function(graph: Any) -> Any:
-    """The graph of the function that is being traced, whatever branch or loop of it this is."""
+def enclosing_graphs(graph: Any) -> Iterator[Any]:
+    """The graph, if it is a branch or a loop the one around it, and so on up to the function's."""
+    yield graph
     while isinstance(graph, ControlFlowFuncGraph) and graph.outer_graph is not None:
         graph = graph.outer_graph
-    return graph
+        yield graph
+
+
+def traced_function(graph: Any) -> Any:
+    """The graph of the function that is being traced, whatever branch or loop of it this is."""
+    *_, outermost = enclosing_graphs(graph)
+    return outermost
 
 
 def function_name(graph: Any) -> str:
@@ -49,6 +66,45 @@ def is_compiling() -> bool:
         return False
     graph = tf.compat.v1.get_default_graph()
     return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
+
+
+def device() -> str:
+    """The name of the device that ``tf.device`` has set, also where a traced function is called.
+
+    Empty if there is none: TensorFlow chooses.
+    """
+    return str(context.context().device_name or "")
+
+
+def call_module(
+    module: str, operands: Sequence[tf.Tensor], results: Sequence[tuple[tf.DType, Any]]
+) -> list[tf.Tensor]:
+    """The node of a program in StableHLO's text, which XLA compiles into the function around it.
+
+    The program is for processors: on other devices the compilation fails.
+
+    Args:
+        module: the text, whose ``main`` takes the operands and gives the results.
+        operands: of any shapes.
+        results: at least two, by type and shape.
+
+    Raises:
+        ImportError: this TensorFlow doesn't have it.
+    """
+    from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+
+    outputs = gen_xla_ops.xla_call_module(
+        operands,
+        version=_CALL_MODULE_VERSION,
+        module=module,
+        Tout=[dtype for dtype, _ in results],
+        Sout=[shape for _, shape in results],
+        platforms=["CPU"],
+    )
+    return list(outputs)
+
+
+_CALL_MODULE_VERSION = 9  # TensorFlow 2.21 knows up to 10; what changed since 4 isn't used here
 
 
 def stack() -> Any:

@@ -13,8 +13,8 @@ from horovod.common import basics
 _PATH = Path(__file__).with_name("_native.so")
 
 
-def _load() -> Any:
-    """TensorFlow's wrappers of the operators, functions like ``horovod_allreduce``.
+def _load() -> tuple[Any, Any]:
+    """TensorFlow's wrappers of the operators, functions like ``horovod_allreduce``; the library.
 
     Raises:
         ImportError: the library is missing, or this TensorFlow lacks something it needs.
@@ -36,7 +36,13 @@ def _load() -> Any:
     library.horovod_tensorflow_bind.argtypes = [ctypes.c_uint64]
     library.horovod_tensorflow_bind.restype = None
     library.horovod_tensorflow_bind(basics.door_address())
-    return operators
+    library.horovod_tensorflow_register_with_xla.restype = ctypes.c_char_p
+    return operators, library
 
 
-operators = _load()
+operators, _library = _load()
+
+
+def register_with_xla() -> str:
+    """Lets functions that XLA compiles have collectives; why they can't, or an empty string."""
+    return str(_library.horovod_tensorflow_register_with_xla().decode())
