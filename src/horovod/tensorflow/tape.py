@@ -218,7 +218,7 @@ def PartialDistributedGradientTape(
     plain: Any = type(gradtape)
     kind = _derived(plain)
     tape = kind.__new__(kind)
-    vars(tape).update(vars(gradtape))
+    vars(tape).update(vars(gradtape), _recording=False)  # it is the given tape that has to stop
     reduce = make_allreduce_grads_fn(
         "DistributedGradientTape",
         device_dense,
