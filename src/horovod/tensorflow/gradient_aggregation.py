@@ -54,10 +54,11 @@ class Aggregation:
         self._allreduce_grads = allreduce_func
         self._local_vars: set[Hashable] = set()
         self._sums: dict[Hashable, Any] = {}
+        self._seen: set[Hashable] = set()  # variables that have had a gradient
 
     @property
     def locally_aggregated_grads(self) -> list[Any]:
-        """The accumulators, in the order in which their variables first had a gradient."""
+        """The accumulators, one a variable."""
         return list(self._sums.values())
 
     def register_local_var(self, var: Any) -> None:
@@ -86,14 +87,12 @@ class Aggregation:
             ValueError: there are IndexedSlices, and `sparse_as_dense` isn't set.
         """
         keys = [key_of(var) for var in vars]
-        dense = {
-            key: (self._checked(grad), var)
-            for key, grad, var in zip(keys, grads, vars, strict=True)
-            if grad is not None
-        }
-        self._make_accumulators(dense)
-        sums = {key: self._sums[key] for key in keys if key in self._sums}
-        added = [sums[key].assign_add(grad, read_value=False) for key, (grad, _) in dense.items()]
+        dense = [self._checked(grad) for grad in grads]
+        self._make_accumulators(keys, dense, vars)
+        present = [(key, grad) for key, grad in zip(keys, dense, strict=True) if grad is not None]
+        self._seen.update(key for key, _ in present)
+        sums = {key: self._sums[key] for key in keys if key in self._seen}
+        added = [sums[key].assign_add(grad, read_value=False) for key, grad in present]
         with tf.control_dependencies(added):
             passes = tf.identity(self.counter.assign_add(1))
         totals = tf.cond(
@@ -112,14 +111,18 @@ class Aggregation:
             )
         return densified(grad)
 
-    def _make_accumulators(self, dense: dict[Hashable, tuple[Any, Any]]) -> None:
-        with tf.init_scope():  # out of any tf.function, which may make variables only at first
+    def _make_accumulators(
+        self, keys: Sequence[Hashable], grads: Sequence[Any], variables: Sequence[Any]
+    ) -> None:
+        """Makes all of them at once: a `tf.function` may make variables in its first call only."""
+        with tf.init_scope():
             if self.counter is None:
                 self.counter = self._make_variable(tf.zeros((), tf.int32), "counter")
-            for key, (grad, var) in dense.items():
+            for key, grad, variable in zip(keys, grads, variables, strict=True):
                 if key not in self._sums:
-                    shape = var.shape if var.shape.is_fully_defined() else grad.shape
-                    zeros = tf.zeros(shape, grad.dtype)
+                    like = variable if grad is None else grad
+                    shape = variable.shape if variable.shape.is_fully_defined() else like.shape
+                    zeros = tf.zeros(shape, like.dtype)
                     self._sums[key] = self._make_variable(zeros, f"sum_{len(self._sums)}")
 
     def _finish(self, sums: dict[Hashable, Any], variables: dict[Hashable, Any]) -> list[Any]:

@@ -12,8 +12,7 @@ from horovod.tensorflow.gradient_aggregation import Aggregation
 class LocalGradientAggregationHelperEager(Aggregation):
     """Adds up gradients in eager code and in `tf.function`s.
 
-    Variables are made at the first pass, outside of any function. The passes of one window have to
-    go through one function, or through none. A pass that takes no step changes nothing else: the
+    Variables are made at the first pass, so a function must have been allowed to make some. A pass that takes no step changes nothing else: the
     optimizer's ``iterations`` count steps, as they do with Keras 3's own gradient accumulation
     (Horovod 0.28 counted passes).
     """
