@@ -6,6 +6,7 @@ are never imported. Knows nothing of pytest's machinery, nor of any front end.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib.util
 import os
@@ -13,6 +14,7 @@ import pickle
 import signal
 import sys
 import traceback
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Client
 from pathlib import Path
 from types import ModuleType
@@ -52,6 +54,24 @@ def module(path: str) -> ModuleType:
     return _modules[path]
 
 
+@contextlib.contextmanager
+def settings(env: Mapping[str, str]) -> Iterator[None]:
+    """An init() with variables besides, and afterwards one without them."""
+    if not env:
+        yield
+        return
+    basics.shutdown()
+    os.environ.update(env)
+    basics.init()
+    try:
+        yield
+    finally:
+        basics.shutdown()
+        for name in env:
+            del os.environ[name]
+        basics.init()
+
+
 def main() -> None:
     faulthandler.register(
         signal.SIGUSR1, all_threads=True
@@ -63,9 +83,10 @@ def main() -> None:
         basics.init()
         tests.send((basics.rank(), os.getpid()))
         while (order := tests.recv()) is not None:
-            path, function, kwargs = order
+            path, function, kwargs, env = order
             try:
-                outcome = (None, getattr(module(path), function)(**kwargs))
+                with settings(env):
+                    outcome = (None, getattr(module(path), function)(**kwargs))
             except BaseException:
                 outcome = (traceback.format_exc(), None)
             tests.send_bytes(pickle.dumps(outcome))  # send() would share the memory of tensors

@@ -3,8 +3,9 @@
 A test marked ``np(n)`` runs in every rank of a world of n processes; ``np(2, 3)`` runs it in both
 worlds. Worlds are started once and serve many tests, since importing a framework takes seconds; a
 world in which a test failed is ended, and a new one takes its place. ``np(2, fresh=True)`` gives a
-test a world of its own, ``np(2, env={...})`` one with variables besides. The fixture ``run_in``
-runs a module-level function in a world and gives the results by rank.
+test a world of its own. ``np(2, env={...})`` has variables besides: for an ``init()`` of its own if
+they are Horovod's, and else in a world of its own. The fixture ``run_in`` runs a module-level
+function in a world and gives the results by rank.
 
 Which frameworks a world has is its *flavour*: that of the test's folder, or those of the marker
 ``flavour("keras3")`` on a test or, as ``pytestmark``, on a module. A test with several flavours is
@@ -91,10 +92,16 @@ class World:
             except (OSError, EOFError) as error:
                 raise AssertionError(f"the world did not start: {error}\n{self.kill()}") from error
 
-    def run(self, path: str, function: str, kwargs: dict[str, Any]) -> list[Any]:
+    def run(
+        self,
+        path: str,
+        function: str,
+        kwargs: dict[str, Any],
+        env: Mapping[str, str] | None = None,
+    ) -> list[Any]:
         """The results by rank; fails with every rank's traceback if one has any."""
         for connection in self._ranks.values():
-            connection.send((path, function, kwargs))
+            connection.send((path, function, kwargs, env or {}))
         results: dict[int, Any] = {}
         traces: dict[int, str] = {}
         deadline = time.monotonic() + TEST_S
@@ -172,13 +179,13 @@ class Worlds:
         env: Mapping[str, str] | None = None,
     ) -> list[Any]:
         """The results by rank of a function of the module at `path`."""
-        if fresh or env:
+        if fresh or not all(name.startswith("HOROVOD_") for name in env or {}):
             world = World(size, FLAVOURS[flavour], Path(self._directory.name), env)
             results = world.run(path, function, kwargs)
             world.dismiss()
             world.stop()
             return results
-        return self._world(flavour, size).run(path, function, kwargs)
+        return self._world(flavour, size).run(path, function, kwargs, env)
 
     def _world(self, flavour: str, size: int) -> World:
         world = self._worlds.pop((flavour, size), None)
