@@ -79,7 +79,8 @@ class Flight final : Successor {
         break;
     }
     if (wait) {
-      land(failure_of(door()->run(call_, node_->site), false));
+      const Status status = door()->run(call_, node_->site);
+      land(failure_of(status, call_->done.load()));
     } else {
       go();
     }

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from horovod.common import ops
+from horovod.common.compression import NoneCompressor
 from horovod.common.process_sets import ProcessSet
 from horovod.tensorflow import internals, names, xla
 from horovod.tensorflow.rows import ALLTOALL, Arguments, Row, Tensors, bits
@@ -42,6 +43,7 @@ def call(
     *,
     grouped: bool = False,
     arguments: Arguments | None = None,
+    compression: Any = NoneCompressor,
     check: Callable[[Tensors], None] | None = None,
 ) -> list[tf.Tensor]:
     """Makes the call of a collective.
@@ -53,6 +55,7 @@ def call(
         process_set: the engine's own number of the set.
         grouped: the tensors are agreed on and reduced together.
         arguments: what else the collective needs.
+        compression: what the tensors become for the way.
         check: raises ValueError if the tensors can't be right.
 
     Returns:
@@ -66,11 +69,15 @@ def call(
     prefix = f"grouped_{row.op.name}" if grouped else row.op.name
     full_name = names.call_name(prefix, name)
     try:
-        tensors = [_tensor(value) for value in values]
+        pairs = [compression.compress(tf.convert_to_tensor(value)) for value in values]
+        tensors = [_supported(tensor) for tensor, _ in pairs]
         if check is not None:
             check(tensors)
         route = xla.call if internals.is_compiling() else _call
-        return route(row, tensors, full_name, process_set, grouped, arguments or Arguments())
+        outputs = route(row, tensors, full_name, process_set, grouped, arguments or Arguments())
+        for i, (_, context) in enumerate(pairs):
+            outputs[i] = compression.decompress(outputs[i], context)
+        return outputs
     except (TypeError, ValueError, tf.errors.UnimplementedError) as error:
         ops.reject(row.op, full_name, process_set, error)
         raise
@@ -79,8 +86,7 @@ def call(
 _DTYPES = frozenset(tf.as_dtype(dtype.name) for dtype in ops.DType)
 
 
-def _tensor(value: Any) -> tf.Tensor:
-    tensor = tf.convert_to_tensor(value)
+def _supported(tensor: tf.Tensor) -> tf.Tensor:
     if tensor.dtype not in _DTYPES:
         raise ValueError(f"data type {tensor.dtype.name} is not supported")
     return tensor

@@ -101,7 +101,7 @@ def allreduce(
         with tf.device(device_sparse or None):
             return _reduce_slices([tensor], scaled, key, number)[0]
     with tf.device(device_dense or None):
-        return _reduce_dense([tensor], scaled, key, number, compression, grouped=False)[0]
+        return call(ALLREDUCE, [tensor], key, number, arguments=scaled, compression=compression)[0]
 
 
 def grouped_allreduce(
@@ -158,28 +158,18 @@ def grouped_allreduce(
     if dense:
         values = [tensors[i] for i in dense]
         with tf.device(device_dense or None):
-            reduced = _reduce_dense(values, scaled, key, number, compression, grouped=True)
+            reduced = call(
+                ALLREDUCE,
+                values,
+                key,
+                number,
+                grouped=True,
+                arguments=scaled,
+                compression=compression,
+            )
         for i, result in zip(dense, reduced, strict=True):
             results[i] = result
     return results
-
-
-def _reduce_dense(
-    values: Sequence[Any],
-    scaled: Arguments,
-    name: str | None,
-    process_set: int,
-    compression: Any,
-    *,
-    grouped: bool,
-) -> list[tf.Tensor]:
-    pairs = [compression.compress(tf.convert_to_tensor(value)) for value in values]
-    small = [tensor for tensor, _ in pairs]
-    reduced = call(ALLREDUCE, small, name, process_set, grouped=grouped, arguments=scaled)
-    return [
-        compression.decompress(tensor, context)
-        for tensor, (_, context) in zip(reduced, pairs, strict=True)
-    ]
 
 
 def _reduce_slices(
@@ -240,10 +230,10 @@ def reducescatter(
     number = calls.uid(process_set, "reducescatter")
     scaled = Arguments(_mean_or_sum(op), prescale_factor, postscale_factor)
     with tf.device(device_dense or None):
-        value, context = compression.compress(tf.convert_to_tensor(tensor))
         key = _named(name, ignore_name_scope)
-        part = call(REDUCESCATTER, [value], key, number, arguments=scaled)[0]
-        return compression.decompress(part, context)
+        return call(
+            REDUCESCATTER, [tensor], key, number, arguments=scaled, compression=compression
+        )[0]
 
 
 def grouped_reducescatter(
@@ -278,13 +268,15 @@ def grouped_reducescatter(
     number = calls.uid(process_set, "grouped_reducescatter")
     scaled = Arguments(_mean_or_sum(op), prescale_factor, postscale_factor)
     with tf.device(device_dense or None):
-        pairs = [compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors]
-        values = [value for value, _ in pairs]
-        parts = call(REDUCESCATTER, values, None, number, grouped=True, arguments=scaled)
-        return [
-            compression.decompress(part, context)
-            for part, (_, context) in zip(parts, pairs, strict=True)
-        ]
+        return call(
+            REDUCESCATTER,
+            tensors,
+            None,
+            number,
+            grouped=True,
+            arguments=scaled,
+            compression=compression,
+        )
 
 
 def _mean_or_sum(op: int) -> ReduceOp:
