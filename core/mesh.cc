@@ -10,6 +10,8 @@ namespace {
 
 constexpr size_t kWindow = 64;  // steps of a run that one pass looks at
 
+bool sends(const Step& step) { return step.kind == StepKind::Send || step.forward; }
+
 }  // namespace
 
 VirtualVector::VirtualVector(std::vector<View> views) : views_(std::move(views)) {
@@ -35,14 +37,16 @@ bool Mesh::advance(Run& run, bool oldest) {
   const size_t count = run.schedule.steps.size();
   run.done.resize(count);
   const size_t end = std::min(run.first + kWindow, count);
-  bool moved = false;
+  bool moved = false, send_waits = false;
   for (size_t i = run.first; i < end && !closed_; ++i) {
     if (run.done[i]) continue;
     const Step& step = run.schedule.steps[i];
-    if (try_step(run, step, oldest)) {
+    const bool in_turn = !send_waits || !sends(step);
+    if (in_turn && try_step(run, step, oldest)) {
       run.done[i] = moved = true;
     } else {
       close_channels(run, step);
+      send_waits = send_waits || sends(step);
     }
   }
   while (run.first < count && run.done[run.first]) ++run.first;
@@ -134,10 +138,9 @@ bool Mesh::fold(const Run& run, const Step& step, bool oldest) {
 }
 
 void Mesh::close_channels(const Run& run, const Step& step) {
-  const bool sends = step.kind == StepKind::Send || step.forward;
   const bool receives = step.kind == StepKind::Store || step.kind == StepKind::Fold;
   for (const int32_t rank : ranks_of(run, step)) {
-    if (sends) sends_closed_[rank] = 1;
+    if (sends(step)) sends_closed_[rank] = 1;
     if (receives) receives_closed_[rank] = 1;
   }
 }

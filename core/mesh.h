@@ -59,13 +59,23 @@ struct Run {
   bool finished() const { return first == schedule.steps.size(); }
 };
 
+// Why no run waits for ever: of all entries take the oldest that some rank hasn't finished. It is
+// that rank's oldest too, as there is one global order; so it has the room of the oldest for
+// itself, as all slots of earlier entries are consumed. Look at the rank whose first unfinished
+// step is of the earliest stage (see schedule.h). What this step receives was sent in an earlier
+// one. And what fills the room was sent before it, as sends keep their order, and not received yet,
+// so it is of few stages and leaves room for one slot more.
+//
+// That is why no send may overtake one that found no room, not even to another reader. Room is
+// freed at any moment, also between two tries of one pass: slots that overtake could take all of
+// it, while their readers' folds wait for ranks whose own sends were overtaken.
 class Mesh {
  public:
   Mesh(Transport& transport, const Kernels& kernels, size_t ranks);
 
-  // A pass advances the runs in flight, oldest first: begin_pass(), then advance() each once. Runs
-  // of one pass share the order of each pair's slots: a step waits while an older run still has one
-  // to do on that channel.
+  // A pass advances the runs in flight, oldest first: begin_pass(), then advance() each once. The
+  // sends of a run keep their order. Runs of one pass share the order of each pair's slots: a step
+  // waits while an older run still has one to do on that channel.
   void begin_pass();
   bool advance(Run& run, bool oldest);  // whether any step was done
   void close() { closed_ = true; }      // the rest of the pass does nothing

@@ -4,11 +4,16 @@
 // views, each padded to kAlignment. Positions are bytes in them. Peers are numbered by their place
 // in the group that runs the schedule.
 //
-// The executor may run steps out of order as long as (a) for each peer, this rank's sends keep
-// their order and its receives keep theirs, and (b) a step comes after the step that it names in
-// `after`. So a schedule is right if, for every pair, the sends of one side and the receives of the
-// other match in number, order and size, and if the dependencies leave some step ready at every
-// moment: tests/core checks both by stepping all ranks in a loop.
+// The executor may run steps out of order as long as (a) this rank's sends keep their order,
+// whoever they are for, and for each peer its receives keep theirs, and (b) a step comes after the
+// step that it names in `after`. So a schedule is right if, for every pair, the sends of one side
+// and the receives of the other match in number, order and size, and if the dependencies leave some
+// step ready at every moment: tests/core checks both by stepping all ranks in a loop.
+//
+// Room for slots is short, hence two more rules. All ranks list their steps in one order of stages,
+// and a slot is received in a later stage than it is sent. And what a rank has sent up to a stage
+// and others receive in that stage or later fits four of the largest slots, wherever they lie, or
+// its receivers need nothing but the slot. mesh.h says why that is enough.
 #pragma once
 
 #include <cstdint>

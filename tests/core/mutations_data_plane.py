@@ -41,6 +41,7 @@ def python(*arguments: str) -> list[str]:
 
 TESTS = {  # name: what to build and what to run
     "schedules": ("schedules_test", ["build/schedules_test"]),
+    "mesh": ("mesh_test", ["build/mesh_test"]),
     "ranks": ("ranks_test", ["build/ranks_test"]),
     "conformance": ("_core", python(CONFORMANCE, "-k", "tiny and (2 or 3)")),
     "engine": ("_core", python("tests/core/test_engine.py")),
@@ -127,6 +128,13 @@ MUTATIONS = [
         "      close_channels(run, step);",
         "      (void)step;",
         "ranks",
+    ),
+    Mutation(
+        "a send overtakes one that found no room",
+        "mesh.cc",
+        "      send_waits = send_waits || sends(step);",
+        "      (void)send_waits;",
+        "mesh",
     ),
     Mutation(
         "a slot is never given back",

@@ -180,28 +180,27 @@ class Simulation {
         static_cast<size_t>(std::find(done.begin(), done.end(), false) - done.begin());
     const size_t end =
         executor_.window > done.size() - first ? done.size() : first + executor_.window;
-    std::vector<bool> sends_closed(static_cast<size_t>(case_.size));
-    std::vector<bool> receives_closed = sends_closed;
+    bool sends_closed = false;
+    std::vector<bool> receives_closed(static_cast<size_t>(case_.size));
     std::vector<size_t> ready;
     for (size_t i = first; i < end; ++i) {
       if (done[i]) continue;
       const Step& s = schedule.steps[i];
       const bool sends = s.kind == StepKind::Send || s.forward;
       const bool receives = s.kind == StepKind::Store || s.kind == StepKind::Fold;
-      bool may = s.after < 0 || done[static_cast<size_t>(s.after)];
+      bool may = (s.after < 0 || done[static_cast<size_t>(s.after)]) && !(sends && sends_closed);
       for (const int32_t peer : schedule.peers_of(s)) {
         const auto y = static_cast<size_t>(peer);
-        may = may && !(sends && sends_closed[y]) && !(receives && receives_closed[y]) &&
-              !(receives && channels_[pair(peer, r)].empty());
+        may = may && !(receives && (receives_closed[y] || channels_[pair(peer, r)].empty()));
       }
       if (may && executor_.tight && !executor_.random) {
         if (execute(r, i)) return true;
         may = false;
       }
       if (may) ready.push_back(i);
-      // Whatever comes later on a pair waits for this one, in each direction.
+      // Later sends wait for this one, and so do later receives from the same rank.
+      sends_closed = sends_closed || sends;
       for (const int32_t peer : schedule.peers_of(s)) {
-        if (sends) sends_closed[static_cast<size_t>(peer)] = true;
         if (receives) receives_closed[static_cast<size_t>(peer)] = true;
       }
     }
