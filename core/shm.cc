@@ -2,7 +2,7 @@
 //
 // Segment of rank w, for n ranks:
 //
-//   Header       sleeping, wants_room, beats: a cache line each
+//   Header       sleep, beats: a cache line each
 //   Consumed[n]  written by w, the reader: how many of rank y's slots and control bytes w has read
 //   Channel[n]   written by w, the writer, one per reader: a ring of slot records, a ring of
 //                control bytes
@@ -12,9 +12,11 @@
 // is to store a slot record's sequence number: the reader polls exactly that line, so a slot costs
 // it one cache miss before its data.
 //
-// Sleeping needs no fence of its own: the writer stores its position and then loads `sleeping`, the
-// sleeper stores `sleeping` and then loads all positions, all four sequentially consistent, so one
-// of the two sees the other.
+// Sleeping needs no fence of its own: who publishes or consumes stores its position and then loads
+// `sleep`, the sleeper stores `sleep` and then loads all positions, all four sequentially
+// consistent, so one of the two sees the other. Peers only ever take `sleep` down, to kAwake, and
+// whoever does so rings: were there a flag that a reader clears before it looks for a sleeper, it
+// could clear what the writer has asked for in between.
 
 #include "shm.h"
 
@@ -42,9 +44,14 @@ struct alignas(kAlignment) Word {
   std::atomic<uint64_t> value;
 };
 
+enum Sleep : uint64_t {
+  kAwake,
+  kAsleep,       // ring when something is published
+  kAsleepNoRoom  // and when something is consumed: a reserve() or write_control() failed
+};
+
 struct Header {
-  Word sleeping;
-  Word wants_room;  // a reserve() or write_control() failed: readers ring when they consume
+  Word sleep;
   Word beats;
 };
 
@@ -185,7 +192,7 @@ class Shm final : public Transport {
       d.bytes = reserved_.bytes;
       d.sequence.store(number + 1, std::memory_order_seq_cst);
       reserved_.arena->add_target({reader, number + 1});
-      ring_if_asleep(reader);
+      ring_if(kAsleep, reader);
     }
   }
 
@@ -204,7 +211,7 @@ class Shm final : public Transport {
 
   void consume(int32_t from) override {
     own().consumed(from).slots.value.store(++peers_[from].received, std::memory_order_seq_cst);
-    ring_if_short_of_room(from);
+    ring_if(kAsleepNoRoom, from);
   }
 
   size_t write_control(int32_t to, std::span<const std::byte> bytes) override {
@@ -222,7 +229,7 @@ class Shm final : public Transport {
     std::memcpy(channel.control, bytes.data() + first, n - first);
     peers_[to].control_sent += n;
     channel.control_written.value.store(peers_[to].control_sent, std::memory_order_seq_cst);
-    ring_if_asleep(to);
+    ring_if(kAsleep, to);
     return n;
   }
 
@@ -241,11 +248,12 @@ class Shm final : public Transport {
     peers_[from].control_received += bytes;
     own().consumed(from).control.value.store(peers_[from].control_received,
                                              std::memory_order_seq_cst);
-    ring_if_short_of_room(from);
+    ring_if(kAsleepNoRoom, from);
   }
 
   void sleep(bool asleep) override {
-    own().header().sleeping.value.store(asleep, std::memory_order_seq_cst);
+    const Sleep state = !asleep ? kAwake : waits_for_room_ ? kAsleepNoRoom : kAsleep;
+    own().header().sleep.value.store(state, std::memory_order_seq_cst);
   }
 
   bool idle() override {
@@ -311,8 +319,10 @@ class Shm final : public Transport {
     return kControlBytes - (peers_[to].control_sent - read);
   }
 
+  // From here on idle() reports what is freed. Not from a later failure on: room may come between
+  // two of them that the first could use.
   void ask_for_room() {
-    own().header().wants_room.value.store(1, std::memory_order_seq_cst);
+    if (waits_for_room_) return;
     waits_for_room_ = true;
     positions_at_failure_ = reader_positions();
   }
@@ -333,19 +343,12 @@ class Shm final : public Transport {
     // to be.
     [[maybe_unused]] const ssize_t n = ::write(doorbells_[rank], &one, sizeof one);
   }
-  void ring_if_asleep(int32_t rank) {
-    auto& sleeping = segments_[rank].header().sleeping.value;
-    // One ring per sleep: whoever takes the flag down rings.
-    if (sleeping.load(std::memory_order_seq_cst) != 0 &&
-        sleeping.exchange(0, std::memory_order_seq_cst) != 0) {
+  // One ring per sleep.
+  void ring_if(Sleep at_least, int32_t rank) {
+    auto& sleep = segments_[rank].header().sleep.value;
+    if (sleep.load(std::memory_order_seq_cst) >= at_least &&
+        sleep.exchange(kAwake, std::memory_order_seq_cst) != kAwake) {
       ring(rank);
-    }
-  }
-  void ring_if_short_of_room(int32_t writer) {
-    auto& wants = segments_[writer].header().wants_room.value;
-    if (wants.load(std::memory_order_seq_cst) != 0) {
-      wants.store(0, std::memory_order_seq_cst);
-      ring_if_asleep(writer);
     }
   }
 

@@ -42,6 +42,7 @@ def python(*arguments: str) -> list[str]:
 TESTS = {  # name: what to build and what to run
     "schedules": ("schedules_test", ["build/schedules_test"]),
     "mesh": ("mesh_test", ["build/mesh_test"]),
+    "shm": ("shm_test", ["build/shm_test"]),
     "ranks": ("ranks_test", ["build/ranks_test"]),
     "conformance": ("_core", python(CONFORMANCE, "-k", "tiny and (2 or 3)")),
     "engine": ("_core", python("tests/core/test_engine.py")),
@@ -171,6 +172,13 @@ MUTATIONS = [
         "      ring(rank);\n",
         "      (void)rank;\n",
         "ranks",
+    ),
+    Mutation(
+        "room that comes between two failures is forgotten",
+        "shm.cc",
+        "    if (waits_for_room_) return;\n",
+        "",
+        "shm",
     ),
     # Collectives.
     Mutation(
