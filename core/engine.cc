@@ -307,10 +307,10 @@ bool Engine::pass() {
   const bool had_events = queued_.load(std::memory_order_acquire) > 0;
   if (had_events) take_events();
   for (const int32_t rank : std::exchange(ended_, {})) progress_->peer_closed(rank);
-  bool moved = had_events;
-  guarded([&] { moved = progress_->pass(now_) || moved; });
+  moved_ = had_events;
+  guarded([&] { moved_ = progress_->pass(now_) || moved_; });
   deliver();
-  return moved;
+  return moved_;
 }
 
 // Nothing half done can be taken back: an exception ends the epoch, and with it every call.
@@ -385,6 +385,8 @@ void Engine::deliver() {
 }
 
 bool Engine::quiet() {
+  // What the last pass did may let the next one do more, and it hears of ends.
+  if (moved_ || !ended_.empty()) return false;
   asleep_.store(true, std::memory_order_seq_cst);
   progress_->transport().sleep(true);
   if (queued_.load(std::memory_order_seq_cst) == 0 && progress_->idle() &&

@@ -108,7 +108,7 @@ class Engine {
   template <typename Work>
   void guarded(Work&& work);
   void deliver();
-  bool quiet();  // says that it sleeps, then whether it may
+  bool quiet();  // whether the driver may sleep; then it has said that it does
   void awake();
   void collect(std::chrono::nanoseconds timeout);
   template <typename Done>
@@ -131,6 +131,7 @@ class Engine {
 
   std::mutex driver_;
   TimePoint now_{};                     // driver's: when its last pass began
+  bool moved_ = false;                  // driver's: whether its last pass did anything
   Waiter::Ended ended_;                 // driver's
   bool failure_reported_ = false;       // driver's
   std::atomic<bool> muted_{false};      // written with mutex_ held

@@ -215,6 +215,13 @@ MUTATIONS = [
         "ranks",
     ),
     Mutation(
+        "who has its result leaves work behind",
+        "engine.cc",
+        "if (moved_ || !ended_.empty()) return false;",
+        "",
+        "ranks",
+    ),
+    Mutation(
         "a death isn't noticed",
         "progress.cc",
         "if (!peer.closed || peer.gone) continue;",

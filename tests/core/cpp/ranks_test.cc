@@ -136,6 +136,36 @@ void test_nobody_waits() {
   });
 }
 
+// Whoever has its result goes, and what else it has submitted goes on without it: here calls whose
+// root gets nothing back that could wake it, and of which only the first two are in flight at once.
+void test_going_on() {
+  World world(2, {.plan = tiny_plan()});
+  for (int round = 0; round < 10; ++round) {
+    std::atomic<bool> received{false};
+    world.each_rank([&](int32_t r) {
+      if (r == 1) std::this_thread::sleep_for(2ms);  // the root waits by then
+      std::vector<Job> jobs;
+      for (int k = 0; k < 5; ++k) {
+        jobs.push_back(make_job({.kind = OpKind::Broadcast, .name = label("x", k)}, r, 2));
+      }
+      for (Job& job : jobs) submit(world[r], job);
+      if (r == 1) {
+        complete(world[r], jobs.back());
+        received = true;
+      } else {
+        complete(world[r], jobs.front());
+        const TimePoint deadline = std::chrono::steady_clock::now() + kDeadline;
+        while (!received && std::chrono::steady_clock::now() < deadline) {
+          std::this_thread::sleep_for(1ms);
+        }
+        complete(world[r], jobs.back());
+      }
+      for (size_t k = 1; k < jobs.size() - 1; ++k) complete(world[r], jobs[k]);
+      if (r == 1) complete(world[r], jobs.front());
+    });
+  }
+}
+
 // Makes one call; how it ended. A right result is checked.
 Status attempt(World& world, int32_t r, const Plot& plot) {
   Job job = make_job(plot, r, world.size());
@@ -409,6 +439,7 @@ constexpr Test kTests[] = {
     {"results", test_results},
     {"shared handles", test_shared_handles},
     {"nobody waits", test_nobody_waits},
+    {"going on", test_going_on},
     {"long names", test_long_names},
     {"sleepers are woken", test_sleepers_are_woken},
     {"cycles", test_cycles},
