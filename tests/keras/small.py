@@ -75,22 +75,27 @@ def iterations(optimizer: Any) -> int:
     return int(np.asarray(optimizer.iterations))
 
 
-def variables(*shapes: Sequence[int]) -> list[Any]:
-    """Variables as a model of this Keras has, of float64, with equal values on every rank."""
+def variables(*shapes: Sequence[int], dtype: str = "float64") -> list[Any]:
+    """Variables as a model of this Keras has, with equal values on every rank."""
     draw = np.random.default_rng(3)
     values = [draw.normal(size=shape) for shape in shapes]
     if KERAS3:
-        return [K.Variable(value, dtype="float64", name=f"v{i}") for i, value in enumerate(values)]
-    return [tf.Variable(value, name=f"v{i}") for i, value in enumerate(values)]
+        return [K.Variable(value, dtype=dtype, name=f"v{i}") for i, value in enumerate(values)]
+    return [tf.Variable(value.astype(dtype), name=f"v{i}") for i, value in enumerate(values)]
 
 
 def gradients(of: Sequence[Any], step: int, rank: int) -> list[Any]:
     """What a rank's backward pass might give in a step."""
     draw = np.random.default_rng((step, rank))
-    return [tf.constant(draw.normal(size=tuple(one.shape))) for one in of]
+    return [tf.constant(draw.normal(size=tuple(one.shape)), one.dtype) for one in of]
 
 
 def mean_gradients(of: Sequence[Any], step: int) -> list[Any]:
     """The mean over all ranks of `gradients`."""
     each = [gradients(of, step, rank) for rank in range(hvd.size())]
     return [tf.add_n(list(ones)) / hvd.size() for ones in zip(*each, strict=True)]
+
+
+def keras_backing(variable: Any) -> Any:
+    """The tf.Variable of a variable."""
+    return variable.value if KERAS3 else variable

@@ -86,6 +86,8 @@ class DistributedKeras3(Distributed):
         """Copies and pickles what the wrapped class does, and that it is distributed."""
         reduced: Any = super().__reduce__()
         make, arguments, *rest = reduced
+        plain = type(self).__bases__[1]  # whose method it is, else it would be one of this class
+        make = getattr(plain, make.__name__)
         return _again, (make, arguments, self._horovod_settings), *rest
 
     def apply(self, grads: Sequence[Gradient], trainable_variables: Any = None) -> None:
