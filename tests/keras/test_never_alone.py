@@ -1,4 +1,4 @@
-"""No way of Keras to train leaves the ranks to themselves: each is right, or refused with a reason."""
+"""No way to train with Keras leaves ranks alone: each is right, or refused with a reason."""
 
 from __future__ import annotations
 
