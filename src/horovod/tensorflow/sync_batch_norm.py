@@ -85,10 +85,10 @@ def _made_for(keras: Any) -> Any:
 def moments(x: Any, axes: Any, keepdims: bool, mask: Any = None) -> tuple[Any, Any]:
     """Mean and (biased) variance over some axes and over all ranks; differentiable.
 
-    Each rank adds up `x` and its square around its own mean, in the type of `x`. From there on these
-    are sums in float64, which one call can join: the relative error of the variance, 1e-16 * mean^2
-    / variance, is far below that of a float32 `x` itself. A sum over ranks is its own gradient, so
-    that of `x` is the one of the sum of the ranks' losses.
+    Each rank adds up `x` and its square around its own mean, in the type of `x`. From there on
+    these are sums in float64, which one call can join: the relative error of the variance, 1e-16 *
+    mean^2 / variance, is far below that of a float32 `x` itself. A sum over ranks is its own
+    gradient, so that of `x` is the one of the sum of the ranks' losses.
 
     Args:
         x: floating-point, at least float32.
