@@ -125,6 +125,7 @@ CORE = {
     "bindings": 6,
 }
 L4_MAY_INCLUDE = {"types", "wire"}
+NATIVE_MAY_INCLUDE = {"core/door.h", "core/types.h"}  # of core/; a folder of native/, itself
 DECISIONS = {stem for stem, layer in CORE.items() if layer == 4} | {"schedule", "algorithms"}
 
 FORBIDDEN_IN_CORE = [
@@ -387,6 +388,30 @@ def core_breaches(files: Mapping[str, str]) -> list[str]:
     return breaches + twice_defined(files)
 
 
+def native_breaches(files: Mapping[str, str]) -> list[str]:
+    """Breaches in `files`: path within native/ -> source. A folder there is a framework's."""
+    breaches = []
+    for name, source in sorted(files.items()):
+        folder = name.rpartition("/")[0]
+        for number, line in enumerate(source.splitlines(), 1):
+            here = f"native/{name}:{number}:"
+            if own := re.match(r'\s*#\s*include\s+"([^"]+)"', line):
+                other = own[1].removeprefix("native/")
+                beside = f"{folder}/{other}".lstrip("/")
+                shared = own[1].startswith("native/") and "/" not in other
+                if own[1] not in NATIVE_MAY_INCLUDE and beside not in files and not shared:
+                    breaches.append(f"{here} includes {own[1]}; native code knows the door only")
+            elif system := re.match(r"\s*#\s*include\s+<([^>]+)>", line):
+                header = system[1]
+                if any(known.match(header) for known in (FRAMEWORK_HEADERS, PYTHON_HEADERS)):
+                    breaches.append(f"{here} includes {header}: nothing is built against it")
+        for number, line in enumerate(bare(source).splitlines(), 1):
+            for pattern, what in FORBIDDEN_IN_CORE:
+                if re.search(pattern, line):
+                    breaches.append(f"native/{name}:{number}: {what}: {line.strip()}")
+    return breaches
+
+
 def twice_defined(files: Mapping[str, str]) -> list[str]:
     """Headers that define one name differently: the linker would silently keep either."""
     homes: dict[str, str] = {}
@@ -428,6 +453,35 @@ def test_core_keeps_to_the_table() -> None:
     files = core_tree()
     assert "types.h" in files
     assert core_breaches(files) == []
+
+
+def test_native_code_keeps_to_the_table() -> None:
+    root = ROOT / "native"
+    files = {
+        str(path.relative_to(root)): path.read_text("utf-8")
+        for path in root.rglob("*")
+        if path.suffix in {".h", ".cc"}
+    }
+    assert "tensorflow/library.cc" in files
+    assert native_breaches(files) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '#include "core/engine.h"',
+        '#include "native/jax/ops.h"',
+        '#include "missing.h"',
+        "#include <tensorflow/c/ops.h>",
+        "#include <Python.h>",
+        'void f() { getenv("X"); }',
+    ],
+)
+def test_a_breach_of_native_code_is_found(source: str) -> None:
+    sound = {"turns.h": '#include "core/door.h"', "tensorflow/api.h": "#include <string>"}
+    sound["tensorflow/ops.cc"] = '#include "api.h"\n#include "native/turns.h"'
+    assert native_breaches(sound) == []
+    assert native_breaches({**sound, "tensorflow/bad.cc": source}) != []
 
 
 def test_core_is_one_folder() -> None:

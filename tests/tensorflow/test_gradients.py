@@ -1,0 +1,123 @@
+"""Gradients of every collective against central differences of the whole job's loss.
+
+The loss is the mean over ranks of what each computes, so that a rank's loss counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import horovod.tensorflow as hvd
+
+STEP = 1e-4
+
+
+def weight(shape: Any, seed: int) -> tf.Tensor:
+    """Other weights on every rank, so that a gradient knows where it came from."""
+    generator = np.random.default_rng([seed, hvd.rank()])
+    return tf.constant(generator.standard_normal(tf.TensorShape(shape).as_list()))
+
+
+def weighted(outputs: Any) -> tf.Tensor:
+    total = tf.constant(0.0, tf.float64)
+    for i, output in enumerate(tf.nest.flatten(outputs)):
+        if output.dtype == tf.float64:
+            total += tf.reduce_sum(output * output * weight(output.shape, i))
+    return total
+
+
+def splits() -> list[int]:
+    return [hvd.rank() + 1] + [1] * (hvd.size() - 1)
+
+
+FORMS: dict[str, Callable[[tf.Tensor], Any]] = {
+    "sum": lambda x: hvd.allreduce(x, op=hvd.Sum),
+    "mean": lambda x: hvd.allreduce(x, prescale_factor=0.3, postscale_factor=7.0),
+    "group": lambda x: hvd.grouped_allreduce([x, x * 2.0], op=hvd.Sum),
+    "gather": lambda x: hvd.allgather(x[: hvd.rank() + 1]),
+    "gathers": lambda x: hvd.grouped_allgather([x, x[: hvd.rank()]]),
+    "broadcast": lambda x: hvd.broadcast(x, hvd.size() - 1),
+    "alltoall": lambda x: hvd.alltoall(tf.concat([x] * hvd.size(), 0)),
+    "splits": lambda x: hvd.alltoall(tf.concat([x] * 3, 0), splits())[0],
+    "scatter": lambda x: hvd.reducescatter(x, op=hvd.Sum, prescale_factor=0.5),
+    "scatter mean": lambda x: hvd.reducescatter(x, postscale_factor=3.0),
+    "scatters": lambda x: hvd.grouped_reducescatter([x, x * x]),
+    "slices": lambda x: hvd.allreduce(tf.IndexedSlices(x, tf.range(3), tf.constant([3, 2]))).values,
+    "compressed": lambda x: tf.cast(
+        hvd.allreduce(tf.cast(x, tf.float64), op=hvd.Sum, compression=hvd.Compression.none),
+        tf.float64,
+    ),
+}
+
+
+@pytest.mark.np(1, 2, 3)
+@pytest.mark.parametrize("mode", ["eager", "traced"])
+def test_gradients(mode: str) -> None:
+    """Each rank moves its own input; the others follow with their unmoved ones."""
+    start = np.random.default_rng([9, hvd.rank()]).standard_normal([3, 2])
+    for name, form in FORMS.items():
+
+        def loss(x: tf.Tensor, form: Callable[[tf.Tensor], Any] = form) -> tf.Tensor:
+            return weighted(form(x))
+
+        def gradient(x: tf.Tensor, loss: Any = loss) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                value = loss(x)
+            return tf.convert_to_tensor(tape.gradient(value, x))
+
+        evaluate = tf.function(loss) if mode == "traced" else loss
+        differentiate = tf.function(gradient) if mode == "traced" else gradient
+        got = differentiate(tf.constant(start)).numpy()
+        for mover in range(hvd.size()):
+            for i, j in ((0, 0), (2, 1)):
+                values = []
+                for side in (STEP, -STEP):
+                    moved = start.copy()
+                    moved[i, j] += side if hvd.rank() == mover else 0.0
+                    mine = evaluate(tf.constant(moved))
+                    values.append(hvd.allreduce(mine, op=hvd.Sum, name="loss").numpy())
+                slope = (values[0] - values[1]) / (2 * STEP)
+                # Of sums, whose gradient is the sum of all losses', as in 0.28; else their mean.
+                divisor = 1 if name in {"sum", "mean", "group", "compressed"} else hvd.size()
+                if name == "mean":
+                    divisor = 1
+                if hvd.rank() == mover:
+                    np.testing.assert_allclose(
+                        got[i, j] * divisor, slope, rtol=1e-5, atol=1e-7, err_msg=name
+                    )
+
+
+@pytest.mark.np(2)
+def test_second_derivatives() -> None:
+    for function in (
+        lambda x: hvd.allreduce(x * x * x, op=hvd.Sum),
+        lambda x: hvd.allgather(x * x * x),
+    ):
+        x = tf.constant([1.0, 2.0], tf.float64)
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                y = tf.reduce_sum(function(x))
+            first = inner.gradient(y, x)
+        second = outer.gradient(first, x)
+        assert first is not None and second is not None
+        terms = hvd.size() if function(x).shape == (2,) else 1
+        np.testing.assert_allclose(first, terms * 3 * x * x)
+        assert np.all(second.numpy() > 0)
+
+
+@pytest.mark.np(2)
+def test_what_has_no_gradient() -> None:
+    x = tf.constant([1.0 + hvd.rank()])
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        whole, real = hvd.grouped_allreduce([tf.constant([1, 2]), x], op=hvd.Sum)
+        y = tf.reduce_sum(real) * tf.cast(whole[0], tf.float32)
+    assert tape.gradient(y, x).numpy().tolist() == [4.0]
