@@ -208,22 +208,3 @@ def test_graphs_of_tensorflow_1() -> None:
         with tf.compat.v1.Session() as session:
             values = session.run([named, bare, other, gradient], {x: [1.0, hvd.rank()]})
     assert [v.tolist() for v in values] == [[2.0, 1.0], [2.0, 1.0], [1.0, 0.5], [1.0, 1.0]]
-
-
-@pytest.mark.np(2)
-def test_compiled_in_part() -> None:
-    """A function that was traced without XLA can't be compiled later, and says so."""
-
-    @tf.function
-    def inner(x: tf.Tensor) -> tf.Tensor:
-        return hvd.allreduce(x)
-
-    inner(tf.ones([2]))
-
-    @tf.function(jit_compile=True)
-    def outer(x: tf.Tensor) -> tf.Tensor:
-        return inner(x)
-
-    with pytest.raises((tf.errors.InvalidArgumentError, tf.errors.UnimplementedError)):
-        outer(tf.ones([2]))
-    assert hvd.allreduce(tf.ones([2])).numpy().tolist() == [1.0, 1.0]

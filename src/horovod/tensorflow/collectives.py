@@ -12,6 +12,7 @@ is a ``ValueError`` or ``TypeError``; then the matching calls of the other ranks
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import tensorflow as tf
@@ -48,6 +49,11 @@ def _named(name: str | None, ignore_name_scope: bool) -> str | None:
     graph = tf.compat.v1.get_default_graph()
     scope = graph.get_name_scope()
     return f"{scope}/{name}" if scope and not traced_function(graph).building_function else name
+
+
+def _on(device: str) -> AbstractContextManager[Any]:
+    """The scope of a device; an empty name leaves that of the user's, which None would undo."""
+    return tf.device(device) if device else nullcontext()
 
 
 # ---- Reductions ---------------------------------------------------------------------------------
@@ -98,9 +104,9 @@ def allreduce(
     scaled = Arguments(chosen, prescale_factor, postscale_factor)
     key = _named(name, ignore_name_scope)
     if isinstance(tensor, tf.IndexedSlices):
-        with tf.device(device_sparse or None):
+        with _on(device_sparse):
             return _reduce_slices([tensor], scaled, key, number)[0]
-    with tf.device(device_dense or None):
+    with _on(device_dense):
         return call(ALLREDUCE, [tensor], key, number, arguments=scaled, compression=compression)[0]
 
 
@@ -151,13 +157,13 @@ def grouped_allreduce(
     dense = [i for i in range(len(tensors)) if i not in sparse]
     results = list(tensors)
     if sparse:
-        with tf.device(device_sparse or None):
+        with _on(device_sparse):
             slices = _reduce_slices([tensors[i] for i in sparse], scaled, key, number)
         for i, result in zip(sparse, slices, strict=True):
             results[i] = result
     if dense:
         values = [tensors[i] for i in dense]
-        with tf.device(device_dense or None):
+        with _on(device_dense):
             reduced = call(
                 ALLREDUCE,
                 values,
@@ -229,7 +235,7 @@ def reducescatter(
     """
     number = calls.uid(process_set, "reducescatter")
     scaled = Arguments(_mean_or_sum(op), prescale_factor, postscale_factor)
-    with tf.device(device_dense or None):
+    with _on(device_dense):
         key = _named(name, ignore_name_scope)
         return call(
             REDUCESCATTER, [tensor], key, number, arguments=scaled, compression=compression
@@ -267,7 +273,7 @@ def grouped_reducescatter(
         return list(tensors)
     number = calls.uid(process_set, "grouped_reducescatter")
     scaled = Arguments(_mean_or_sum(op), prescale_factor, postscale_factor)
-    with tf.device(device_dense or None):
+    with _on(device_dense):
         return call(
             REDUCESCATTER,
             tensors,
