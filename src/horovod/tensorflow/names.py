@@ -7,8 +7,10 @@ call without a name of the user's gets the function's name and its own number in
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -16,7 +18,11 @@ import tensorflow as tf
 from horovod.common import sites
 from horovod.tensorflow import internals
 
-sites.pass_over("/tensorflow/", "/keras/", "/tf_keras/", "__autograph_generated_file")
+_packages = Path(tf.__file__).parent.parent
+sites.pass_over(
+    *(f"{_packages / name}{os.sep}" for name in ("tensorflow", "keras", "tf_keras")),
+    "__autograph_generated_file",
+)
 
 _numbers: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
 _EAGER = "eager"
