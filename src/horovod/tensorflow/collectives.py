@@ -23,7 +23,7 @@ from horovod.common.process_sets import ProcessSet, global_process_set, uid_of
 from horovod.tensorflow import calls, names
 from horovod.tensorflow.calls import call
 from horovod.tensorflow.compression import Compression
-from horovod.tensorflow.internals import traced_function
+from horovod.tensorflow.internals import traced_function, unconverted
 from horovod.tensorflow.native import operators
 from horovod.tensorflow.rows import (
     ALLGATHER,
@@ -59,6 +59,7 @@ def _on(device: str) -> AbstractContextManager[Any]:
 # ---- Reductions ---------------------------------------------------------------------------------
 
 
+@unconverted
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -110,6 +111,7 @@ def allreduce(
         return call(ALLREDUCE, [tensor], key, number, arguments=scaled, compression=compression)[0]
 
 
+@unconverted
 def grouped_allreduce(
     tensors: Sequence[Any],
     average: bool | None = None,
@@ -201,6 +203,7 @@ def _reduce_slices(
     return results
 
 
+@unconverted
 def reducescatter(
     tensor: Any,
     device_dense: str = "",
@@ -242,6 +245,7 @@ def reducescatter(
         )[0]
 
 
+@unconverted
 def grouped_reducescatter(
     tensors: Sequence[Any],
     device_dense: str = "",
@@ -301,6 +305,7 @@ def _check_rows(tensors: Tensors) -> None:
             raise ValueError("a tensor without dimensions has no rows to concatenate")
 
 
+@unconverted
 def allgather(
     tensor: Any,
     name: str | None = None,
@@ -327,6 +332,7 @@ def allgather(
     return call(ALLGATHER, [tensor], key, number, check=_check_rows)[0]
 
 
+@unconverted
 def grouped_allgather(
     tensors: Sequence[Any],
     name: str | None = None,
@@ -355,6 +361,7 @@ def grouped_allgather(
     return call(ALLGATHER, tensors, key, number, grouped=True, check=_check_rows)
 
 
+@unconverted
 def broadcast(
     tensor: Any,
     root_rank: int,
@@ -383,6 +390,7 @@ def broadcast(
     return call(BROADCAST, [tensor], key, number, arguments=Arguments(root=root_rank))[0]
 
 
+@unconverted
 def alltoall(
     tensor: Any,
     splits: Any = None,
@@ -419,6 +427,7 @@ def alltoall(
     return output if equal else (output, received)
 
 
+@unconverted
 def broadcast_(
     variables: Sequence[Any],
     root_rank: int,
@@ -454,6 +463,7 @@ def broadcast_(
     return values
 
 
+@unconverted
 def join() -> tf.Tensor:
     """Says that this rank is out of data, and waits until every rank has said so.
 
@@ -473,6 +483,7 @@ def join() -> tf.Tensor:
     return last
 
 
+@unconverted
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Waits until every rank of the set has called it.
 
