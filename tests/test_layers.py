@@ -61,7 +61,7 @@ KERAS = [
     ["on_tensorflow", "on_torch"],
     ["distributed"],
     ["callbacks", "keras3", "tf_keras"],
-    ["face"],
+    ["face", "loading"],
 ]
 ROWS = {"common": COMMON, "torch": TORCH, "tensorflow": TENSORFLOW, "_keras": KERAS}
 # data is for all frameworks; _keras is what the faces for tf.keras and keras share
@@ -82,7 +82,7 @@ THIRD_PARTY = {
     "runner": {"cloudpickle", "yaml", "psutil"},
     "torch": {"torch", "cloudpickle", "packaging"},
     "tensorflow": {"tensorflow", "keras", "numpy", "cloudpickle"},
-    "_keras": {"tensorflow", "keras", "tf_keras", "torch", "numpy"},
+    "_keras": {"tensorflow", "keras", "tf_keras", "torch", "numpy", "h5py"},
     "keras": {"tensorflow", "keras", "numpy", "cloudpickle"},
     "jax": {"jax", "jaxlib", "numpy", "cloudpickle"},
     "numpy": {"numpy", "cloudpickle"},

@@ -244,6 +244,20 @@ def _derived(mixin: Any, kind: Any, settings: Settings) -> Any:
     return mixin._derive(kind, {"_horovod_settings": settings, "__doc__": _doc(kind)})
 
 
+class Shown(type):
+    """The class of the classes: tools look for ``horovod._keras`` in how an optimizer prints."""
+
+    def __repr__(cls) -> str:
+        """What ``str(type(optimizer))`` gives."""
+        return f"<class 'horovod._keras.{cls.__name__}'>"
+
+
+def derive(mixin: Any, kind: Any, content: dict[str, Any]) -> Any:
+    """A class of the mixin and a kind, with the name of that and a metaclass for its own."""
+    meta = Shown if type(kind) is type else type("Shown", (Shown, type(kind)), {})
+    return meta(kind.__name__, (mixin, kind), {"__qualname__": kind.__qualname__, **content})
+
+
 def _doc(kind: Any) -> str:
     return f"A `{kind.__module__}.{kind.__qualname__}` that works over ranks."
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from horovod._keras import create_distributed_optimizer, flavours
@@ -325,40 +324,3 @@ def broadcast_global_variables(root_rank: int) -> Any:
             ``horovod.tensorflow.broadcast_variables``.
     """
     return _tensors().broadcast_global_variables(root_rank)
-
-
-def loader(keras: Callable[[], Any]) -> Callable[..., Any]:
-    """Makes the ``load_model`` of a face.
-
-    Args:
-        keras: gives the Keras whose models it loads.
-    """
-
-    def load_model(
-        filepath: Any,
-        custom_optimizers: Any = None,
-        custom_objects: Any = None,
-        compression: Any = NoneCompressor,
-        legacy_opts: bool = False,
-    ) -> Any:
-        """Loads a saved model and makes its optimizer distributed, with the state it had.
-
-        Args:
-            filepath: what Keras saved, whether or not its optimizer was distributed.
-            custom_optimizers: optimizer classes that aren't Keras's own.
-            custom_objects: other classes and functions by name, as for ``keras.models.load_model``.
-            compression: for the optimizer, see `DistributedOptimizer`.
-            legacy_opts: not needed any more: the file tells which optimizer it is.
-
-        Returns:
-            The model, compiled if it was saved so.
-        """
-        known = {kind.__name__: kind for kind in custom_optimizers or ()}
-        known.update(custom_objects or {})
-        model = keras().models.load_model(filepath, custom_objects=known)
-        optimizer = getattr(model, "optimizer", None)
-        if optimizer is not None and not hasattr(optimizer, "_horovod_settings"):
-            DistributedOptimizer(optimizer, compression=compression)
-        return model
-
-    return load_model

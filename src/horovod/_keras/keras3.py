@@ -14,6 +14,7 @@ from typing import Any
 from horovod._keras.distributed import (
     Distributed,
     Gradient,
+    derive,
     distribute_around,
     reduced_outside,
     steps_alone,
@@ -41,14 +42,6 @@ def wrap(optimizer: Any, settings: Settings) -> Any:
     return take_over(optimizer, DistributedKeras3, settings)
 
 
-class _Shown(type):
-    """The class of the classes: tools look for ``horovod._keras`` in how an optimizer prints."""
-
-    def __repr__(cls) -> str:
-        """What ``str(type(optimizer))`` gives."""
-        return f"<class 'horovod._keras.{cls.__name__}'>"
-
-
 class DistributedKeras3(Distributed):
     """Takes the wrapped optimizer's steps with reduced gradients."""
 
@@ -70,9 +63,7 @@ class DistributedKeras3(Distributed):
         from keras.src import api_export
         from keras.src.saving import object_registration
 
-        meta = _Shown if type(kind) is type else type("_Shown", (_Shown, type(kind)), {})
-        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        derived = meta(kind.__name__, (cls, kind), {**names, **content})
+        derived = derive(cls, kind, {"__module__": kind.__module__, **content})
         registered: tuple[dict[Any, str], ...] = (
             api_export.REGISTERED_OBJS_TO_NAMES,
             object_registration.GLOBAL_CUSTOM_NAMES,

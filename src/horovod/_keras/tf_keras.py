@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from horovod._keras.distributed import (
     Distributed,
+    derive,
     distribute_around,
     reduced_outside,
     steps_alone,
@@ -44,9 +45,13 @@ class DistributedTfKeras(Distributed):
 
     @classmethod
     def _derive(cls, kind: Any, content: dict[str, Any]) -> Any:
-        """A class that tf-keras saves under the public name of the one it derives from."""
+        """A class that tf-keras saves under the public name of the one it derives from.
+
+        One without such a name is saved by its module, which is then that of the plain class.
+        """
         public = {key: value for key, value in vars(kind).items() if "_api_names" in key}
-        return type(kind)(kind.__name__, (cls, kind), {"__module__": _CALLED, **public, **content})
+        module = {"__module__": _CALLED if public else kind.__module__}
+        return derive(cls, kind, {**module, **public, **content})
 
     def compute_gradients(self, loss: Any, var_list: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """Differentiates a loss and reduces the gradients; arguments as for the wrapped optimizer.

@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from horovod._keras import face
 from horovod._keras.face import *  # noqa: F403
+from horovod._keras.loading import loader
 from horovod.tensorflow.compression import Compression
 from horovod.tensorflow.keras import callbacks
 
@@ -16,4 +17,4 @@ def _keras() -> Any:
     return tf.keras
 
 
-load_model = face.loader(_keras)
+load_model = loader(_keras)
