@@ -353,6 +353,19 @@ class PyEngine {
   std::atomic<uint64_t> set_calls_{0};
 };
 
+// A door is never destroyed: threads of a framework may knock while the process ends.
+class PyDoor {
+ public:
+  void open(PyEngine& engine, int32_t rank, int32_t size, int32_t local_rank, int32_t local_size) {
+    door_->open(engine.shared(), {rank, size, local_rank, local_size});
+  }
+  void close() { door_->close(); }
+  Address address() const { return reinterpret_cast<Address>(static_cast<Door*>(door_)); }
+
+ private:
+  Doorway* const door_ = new Doorway;
+};
+
 // ---- For tests: kernels on plain addresses ----------------------------------------------------
 
 void fold(const std::string& simd, int dtype, int op, double prescale, double postscale,
@@ -430,18 +443,11 @@ void bind_engine(nb::module_& m) {
       .def("message_fd", [](PyEngine& e) { return e.engine().message_fd(); })
       .def("take_messages", &PyEngine::take_messages);
 
-  nb::class_<Doorway>(m, "Door", "How native adapters reach the running engine. See core/door.h.")
+  nb::class_<PyDoor>(m, "Door", "How native adapters reach the running engine. See core/door.h.")
       .def(nb::init<>())
-      .def(
-          "open",
-          [](Doorway& door, PyEngine& e, int32_t rank, int32_t size, int32_t local_rank,
-             int32_t local_size) { door.open(e.shared(), {rank, size, local_rank, local_size}); },
-          "engine"_a, "rank"_a, "size"_a, "local_rank"_a, "local_size"_a)
-      .def("close", &Doorway::close, nb::call_guard<nb::gil_scoped_release>())
-      .def_prop_ro(
-          "address",
-          [](Doorway& door) { return reinterpret_cast<uint64_t>(static_cast<Door*>(&door)); },
-          "Of the C++ object; valid as long as this one.");
+      .def("open", &PyDoor::open, "engine"_a, "rank"_a, "size"_a, "local_rank"_a, "local_size"_a)
+      .def("close", &PyDoor::close, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("address", &PyDoor::address, "Of the C++ object, which is there for good.");
 }
 
 }  // namespace

@@ -81,7 +81,7 @@ class Door:
 
     @property
     def address(self) -> int:
-        """Of the C++ object; valid as long as this one."""
+        """Of the C++ object, which is there for good."""
 
 def segment_bytes(local_size: int, outbox_bytes: int) -> int:
     """Bytes that a rank's shared segment must have."""
