@@ -336,6 +336,19 @@ def test_this_ranks_wrong_call_is_an_error_on_every_rank() -> None:
 
 
 @pytest.mark.np(2)
+def test_a_function_outlives_the_engine_that_it_was_traced_with() -> None:
+    function = compiled(lambda x: hvd.allreduce(x, op=hvd.Sum))
+    same(function(tf.ones(2)), tf.fill([2], 2.0))
+    hvd.shutdown()
+    try:
+        with pytest.raises(tf.errors.FailedPreconditionError, match=r"^HorovodAllreduce: .*init"):
+            function(tf.ones(2))
+    finally:
+        hvd.init()
+    same(function(tf.ones(2)), tf.fill([2], 2.0))
+
+
+@pytest.mark.np(2)
 def test_results_of_another_shape_than_was_compiled_are_an_error() -> None:
     rows = 2 * (1 + hvd.rank())
     with pytest.raises(tf.errors.FailedPreconditionError, match=r"^HorovodAlltoall: .*shape \[3\]"):
