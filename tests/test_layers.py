@@ -44,7 +44,7 @@ TORCH = [
     ["optimizer", "mpi_ops"],
 ]
 TENSORFLOW = [
-    ["compression", "internals", "native", "util", "forwarding"],
+    ["compression", "internals", "native", "stablehlo", "util", "forwarding"],
     ["names", "rows"],
     ["xla"],
     ["calls"],
