@@ -198,6 +198,30 @@ def test_adasum_combines_the_steps_that_ranks_took(n: int) -> None:
                 np.testing.assert_allclose(own, old + adasum(a, b), rtol=0, atol=1e-10)
 
 
+@pytest.mark.np(2, fresh=True)  # it changes the process for good
+def test_programs_that_switch_all_of_tensorflow_2_off() -> None:
+    v1.disable_v2_behavior()
+    # What the second of two steps leaves, in units of a rank's first one, from two ranks whose
+    # gradients are 1 and 2 times x: momentum makes the second step 1.5 times the first.
+    for options, expected in [
+        ({}, 2.5 * 1.5),
+        ({"backward_passes_per_step": 2}, 2 * 1.5),
+        ({"op": hvd.Adasum}, 2.5 * 1.5),  # of parallel vectors a and 2 a it is 1.5 a
+        ({"op": hvd.Adasum, "backward_passes_per_step": 2}, 2.5 * 1.5),
+    ]:
+        v1.reset_default_graph()
+        w = v1.get_variable("w", initializer=np.ones(3) * (hvd.rank() + 1))
+        x = v1.placeholder(tf.float64, [3])
+        optimizer = hvd.DistributedOptimizer(v1.train.MomentumOptimizer(0.125, 0.5), **options)
+        step = optimizer.minimize(tf.reduce_sum(w * x), global_step=v1.train.create_global_step())
+        hooks = [hvd.BroadcastGlobalVariablesHook(0)]
+        with v1.train.MonitoredTrainingSession(hooks=hooks) as session:
+            for _ in range(2):
+                session.run(step, {x: np.arange(3.0) * (hvd.rank() + 1)})
+            result = session.run(w)
+        np.testing.assert_allclose(result, 1 - 0.125 * expected * np.arange(3.0), rtol=1e-12)
+
+
 @pytest.mark.np(2)
 def test_in_eager_code_too() -> None:
     w = tf.Variable([1.0, 2.0])
