@@ -14,7 +14,7 @@ from tensorflow.python.eager import context
 
 import horovod.tensorflow as hvd
 import horovod.tensorflow.keras as hvd_keras
-from horovod.common import basics
+from horovod.common import basics, ops
 from horovod.tensorflow import xla
 from laws import Model, data, descend, gradients, joined, near
 
@@ -85,9 +85,12 @@ def check_results(dtype: tf.DType) -> None:
 
 
 @pytest.mark.np(2)
-def test_complex_numbers_and_averages() -> None:
-    x = tf.complex(own(3, dtype=tf.float64), tf.ones(3, tf.float64))
-    same(compiled(hvd.allreduce)(x), hvd.allreduce(x))
+def test_every_type() -> None:
+    values = [own(3, dtype=tf.as_dtype(dtype.name)) for dtype in ops.DType]
+    function = compiled(lambda values: [hvd.broadcast(value, 1) for value in values])
+    same(function(values), [hvd.broadcast(value, 1) for value in values])
+    complex_numbers = tf.complex(own(3, dtype=tf.float64), tf.ones(3, tf.float64))
+    same(compiled(hvd.allreduce)(complex_numbers), hvd.allreduce(complex_numbers))
 
 
 @pytest.mark.np(2)
