@@ -86,6 +86,23 @@ def test_fit_counts_steps() -> None:
 
 
 @pytest.mark.np(2)
+def test_a_broadcast_leaves_sums_alone() -> None:
+    of_keras = {"gradient_accumulation_steps": 2} if KERAS3 else {}
+    ours = {} if KERAS3 else {"backward_passes_per_step": 2, "average_aggregated_gradients": True}
+    model, one = small.model(), small.model()
+    opt = hvd.DistributedOptimizer(K.optimizers.SGD(0.1, momentum=0.9, **of_keras), **ours)
+    model.compile(optimizer=opt, loss="mse")
+    x, y = (small.own(values) for values in small.data("dense", 4))
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(x, y, batch_size=ROWS, epochs=1, shuffle=False, verbose=0, callbacks=[broadcast])
+    one.compile(optimizer=K.optimizers.SGD(0.1, momentum=0.9), loss="mse")
+    x, y = (small.joined(values) for values in small.data("dense", 4))
+    one.fit(x, y, batch_size=2 * ROWS * hvd.size(), epochs=1, shuffle=False, verbose=0)
+    small.equal(small.weights(model), small.weights(one), 1e-6)
+    small.same_everywhere(small.weights(model))
+
+
+@pytest.mark.np(2)
 def test_optimizers_are_independent() -> None:
     options = {"backward_passes_per_step": 2, "average_aggregated_gradients": True}
     first, second = (hvd.DistributedOptimizer(K.optimizers.SGD(1.0), **options) for _ in range(2))

@@ -52,6 +52,7 @@ FLAVOURS = {
     "torch": Flavour(("torch",), 40.0),
     "keras3": Flavour(("tensorflow",), 100.0, QUIET),
     "tf_keras": Flavour(("tensorflow",), 100.0, {**QUIET, "TF_USE_LEGACY_KERAS": "1"}),
+    "keras3_on_torch": Flavour(("torch",), 60.0, {"KERAS_BACKEND": "torch"}),
     "torch_and_tensorflow": Flavour(("torch", "tensorflow"), 120.0, QUIET),
 }
 OF_FOLDER = {"torch": ["torch"], "tensorflow": ["keras3"], "keras": ["keras3", "tf_keras"]}

@@ -89,9 +89,15 @@ def active_backend() -> str:
 
 
 def state_of(model: Any) -> Sequence[Any]:
-    """The variables of a model's optimizer, an empty list if it has none."""
+    """The variables of a model's optimizer that are equal on all ranks; none if it has none.
+
+    What Keras 3 adds up for ``gradient_accumulation_steps`` is each rank's own until it is reduced.
+    """
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         return []
     variables = optimizer.variables
-    return list(variables() if callable(variables) else variables)
+    sums = {id(one) for one in getattr(optimizer, "_accumulated_gradients", ())}
+    return [
+        one for one in (variables() if callable(variables) else variables) if id(one) not in sums
+    ]
