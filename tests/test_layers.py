@@ -50,7 +50,7 @@ TENSORFLOW = [
     ["calls"],
     ["gradients"],
     ["collectives"],
-    ["functions", "reduction"],
+    ["functions", "mpi_ops", "reduction"],
     ["tape", "delta", "gradient_aggregation", "hook", "sync_batch_norm"],
     ["gradient_aggregation_eager"],
     ["keras"],

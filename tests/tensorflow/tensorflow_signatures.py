@@ -119,10 +119,11 @@ SURFACES = {
 MODULES = {
     "horovod.tensorflow": """
         check_num_rank_power_of_2 _executing_eagerly _make_subgraph _cache vars_to_refs
-        refs_to_vars gpu_available split_list _DistributedOptimizer _allreduce_cond
+        refs_to_vars gpu_available split_list _DistributedOptimizer _allreduce_cond _check_has_gpu
+        mpi_ops
     """,
     "horovod.tensorflow.mpi_ops": """
-        _basics _allreduce _alltoall_grad _check_has_gpu allreduce grouped_allreduce allgather
+        _basics _check_has_gpu allreduce grouped_allreduce allgather
         broadcast broadcast_ alltoall reducescatter join size_op rank_op
     """,
     "horovod.tensorflow.functions": """
@@ -146,4 +147,6 @@ NOT_YET = {
     "horovod._keras.elastic": "elastic training",
     "horovod.tensorflow.data": "the service for tf.data",
     "horovod.tensorflow.mpi_ops.mpi_lib": "the C symbols of the native library",
+    "horovod.tensorflow.mpi_ops._allreduce": "the bare operator: allreduce() has all of it",
+    "horovod.tensorflow.mpi_ops._alltoall_grad": "gradients are made by one function for all calls",
 }

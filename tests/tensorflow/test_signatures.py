@@ -73,6 +73,11 @@ def test_names_mean_the_same_in_every_module() -> None:
         assert getattr(hvd, name) is getattr(basics, name)
     assert hvd.global_process_set is process_sets.global_process_set
     assert hvd.HorovodInternalError is exceptions.HorovodInternalError
+    shared = set(hvd.__all__) & set(dir(hvd.mpi_ops))
+    assert {"allreduce", "alltoall", "size_op", "Average", "init"} <= shared
+    for name in shared:
+        assert getattr(hvd.mpi_ops, name) is getattr(hvd, name)
+    assert hvd.mpi_ops._basics.rank() == hvd.rank()
     for face in (horovod.keras, horovod.tensorflow.keras):
         for name in (*table.BASICS, *table.CONSTANTS, "ProcessSet", "Compression"):
             assert getattr(face, name) is getattr(hvd, name)

@@ -44,6 +44,7 @@ from horovod.common.process_sets import (
     remove_process_set,
 )
 from horovod.tensorflow import gradients as _gradients  # noqa: F401  registers them
+from horovod.tensorflow import mpi_ops as mpi_ops  # programs reach it through this module
 from horovod.tensorflow.collectives import (
     Adasum,
     Average,
@@ -92,6 +93,7 @@ from horovod.tensorflow.util import (  # noqa: F401  not for `import *`, but pro
     split_list,
     vars_to_refs,
 )
+from horovod.tensorflow.util import gpu_available as _check_has_gpu  # noqa: F401
 
 __all__ = [
     "Adasum",

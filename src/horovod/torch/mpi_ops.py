@@ -1,8 +1,5 @@
 """All operations under the older name that scripts import; must not do any work itself."""
 
-from types import SimpleNamespace as _SimpleNamespace
-
-from horovod.common import basics as _module
 from horovod.common.basics import (
     ccl_built,
     cross_rank,
@@ -28,7 +25,6 @@ from horovod.common.basics import (
     stop_timeline,
 )
 from horovod.common.exceptions import HorovodInternalError
-from horovod.common.ops import ReduceOp as _ReduceOp
 from horovod.common.ops import pending_calls as _handle_map
 from horovod.common.ops import poll, synchronize
 from horovod.common.ops import reduce_op as handle_average_backwards_compatibility
@@ -38,8 +34,7 @@ from horovod.common.process_sets import (
     global_process_set,
     remove_process_set,
 )
-from horovod.common.process_sets import ids_and_ranks as _ids_and_ranks
-from horovod.common.util import gpu_available, num_rank_is_power_2
+from horovod.common.util import _basics, gpu_available, num_rank_is_power_2
 from horovod.torch.differentiable import (
     allgather,
     allreduce,
@@ -144,10 +139,3 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]
-
-# The object that test programs ask for what no function above says.
-_basics = _SimpleNamespace(
-    **{name: getattr(_module, name) for name in _module.__all__},
-    **_ReduceOp.__members__,
-    _get_process_set_ids_and_ranks=_ids_and_ranks,
-)
