@@ -102,6 +102,17 @@ def test_what_differs_is_named_on_all_ranks(what: str, here: str, there: str) ->
 
 
 @pytest.mark.np(2)
+@pytest.mark.parametrize("what", ["tensor", "one variable", "number"])
+def test_what_is_no_variable_is_an_error_everywhere(what: str) -> None:
+    variable = tf.Variable([1.0])
+    wrong = {"tensor": [tf.constant([1.0])], "one variable": variable, "number": [variable, 1]}
+    error = TypeError if hvd.rank() == 1 else tf.errors.FailedPreconditionError
+    with pytest.raises(error):
+        hvd.broadcast_variables(wrong[what] if hvd.rank() == 1 else [variable], 0)
+    hvd.broadcast_variables([variable], 0)
+
+
+@pytest.mark.np(2)
 def test_a_root_that_is_none_is_refused() -> None:
     with pytest.raises((ValueError, tf.errors.InvalidArgumentError)):
         hvd.broadcast_variables([tf.Variable(1.0)], 2)

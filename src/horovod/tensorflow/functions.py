@@ -10,11 +10,17 @@ from typing import Any
 import tensorflow as tf
 
 from horovod.common import basics, objects, ops
+from horovod.common.exceptions import HorovodInternalError, MismatchError
 from horovod.common.process_sets import ProcessSet, global_process_set
-from horovod.tensorflow import collectives, names
+from horovod.tensorflow import calls, collectives, names
+from horovod.tensorflow.internals import unconverted
 from horovod.tensorflow.util import backing, key_of
 
+_WHAT = "broadcast_variables"
+_KINDS = f"{_WHAT}.kinds"  # the name of the call that compares what ranks have
 
+
+@unconverted
 def broadcast_variables(
     variables: Iterable[Any],
     root_rank: int,
@@ -40,11 +46,12 @@ def broadcast_variables(
         tf.errors.FailedPreconditionError: on every member: they disagree about a variable; the text
             names it and both values.
         tf.errors.UnknownError: a peer is lost.
+        TypeError: something else than variables was given; the others raise as if they disagreed.
         ValueError: this rank isn't in the set.
     """
-    distinct = list({key_of(one): backing(one) for one in variables}.values())
+    distinct = _distinct(variables, process_set)
     if not tf.executing_eagerly():
-        prefix = names.call_name("broadcast_variables", None)
+        prefix = names.call_name(_WHAT, None)
         return tf.group(
             *(
                 one.assign(
@@ -63,6 +70,23 @@ def broadcast_variables(
     return None
 
 
+def _distinct(variables: Iterable[Any], process_set: ProcessSet) -> list[Any]:
+    """The variables behind those given, each once. What is none is an error on all members."""
+    try:
+        if isinstance(variables, (tf.Variable, tf.Tensor)):
+            raise TypeError("a list of variables is needed, not one of them")
+        distinct = list({key_of(one): backing(one) for one in variables}.values())
+        for one in distinct:
+            if not hasattr(one, "assign"):
+                raise TypeError(f"{one!r} is no variable")
+    except TypeError as error:
+        if tf.executing_eagerly():
+            name = f"{ops.ALLGATHER.name}.{_KINDS}"
+            ops.reject(ops.ALLGATHER, name, calls.uid(process_set, _WHAT), error)
+        raise
+    return distinct
+
+
 @functools.lru_cache(maxsize=64)
 def _compiled(specs: tuple[Any, ...], root_rank: int, process_set: ProcessSet, run: int) -> Any:
     """One function for each kind of list, in a `run` of the engine."""
@@ -70,9 +94,7 @@ def _compiled(specs: tuple[Any, ...], root_rank: int, process_set: ProcessSet, r
     @tf.function(input_signature=[list(specs)], autograph=False)
     def broadcast_variables(tensors: list[Any]) -> list[Any]:
         return [
-            collectives.broadcast(
-                tensor, root_rank, f"broadcast_variables.{i}", process_set=process_set
-            )
+            collectives.broadcast(tensor, root_rank, f"{_WHAT}.{i}", process_set=process_set)
             for i, tensor in enumerate(tensors)
         ]
 
@@ -83,19 +105,33 @@ def compare(variables: list[Any], process_set: ProcessSet) -> None:
     """Returns if all members have variables of the same shapes and types, else raises on all.
 
     Raises:
-        tf.errors.FailedPreconditionError: they differ.
+        tf.errors.FailedPreconditionError: they differ, another member's list is wrong, or `init()`
+            was not called.
+        tf.errors.UnknownError: a peer is lost.
+        ValueError: this rank isn't in the set.
     """
-    what = "broadcast_variables"
-    table = [(one.name, f"{one.dtype.name} {one.shape.as_list()}") for one in variables]
+    table = [(one.name, _kind(one)) for one in variables]
     kinds = [kind for _, kind in table]  # names may differ, and do: Keras numbers its layers
     digest = hashlib.sha256(repr(kinds).encode()).digest()
-    talk = objects.Talk(what, process_set)
-    members = ops.ranks(process_set)
-    digests = talk.allgather(f"{what}.kinds", bytearray(digest), len(digest) * len(members))
-    if digests != digest * len(members):
-        tables = objects.allgather_object(table, what, process_set)
-        text = f"{basics.label()} {what}: {_difference(tables, members)}"
-        raise tf.errors.FailedPreconditionError(None, None, text)
+    try:
+        talk = objects.Talk(_WHAT, process_set)
+        members = ops.ranks(process_set)
+        digests = talk.allgather(_KINDS, bytearray(digest), len(digest) * len(members))
+        if digests == digest * len(members):
+            return
+        tables = objects.allgather_object(table, _WHAT, process_set)
+    except HorovodInternalError as error:
+        disagree = isinstance(error, MismatchError) or not basics.is_initialized()
+        kind = tf.errors.FailedPreconditionError if disagree else tf.errors.UnknownError
+        raise kind(None, None, f"HorovodBroadcast: {error}") from error
+    text = f"{basics.label()} {_WHAT}: {_difference(tables, members)}"
+    raise tf.errors.FailedPreconditionError(None, None, text)
+
+
+def _kind(variable: Any) -> str:
+    shape = variable.shape
+    lengths = "of any shape" if shape.rank is None else shape.as_list()
+    return f"{variable.dtype.base_dtype.name} {lengths}"
 
 
 def _difference(tables: list[list[tuple[str, str]]], ranks: list[int]) -> str:

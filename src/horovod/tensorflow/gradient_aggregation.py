@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.tensorflow.internals import unconverted
 from horovod.tensorflow.reduction import ReduceFn, densified, reduce_global
 from horovod.tensorflow.util import key_of
 
@@ -72,6 +73,7 @@ class Aggregation:
         """What a pass does that takes no step."""
         return None
 
+    @unconverted
     def compute_gradients(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
         """Adds one pass. The window's last one must be made by all members, and reduces.
 
@@ -146,6 +148,7 @@ class Aggregation:
         with tf.control_dependencies(cleared):  # nothing else in a branch holds on to them
             return [tf.identity(grad) for grad in reduced]
 
+    @unconverted
     def apply_gradients(
         self, apply_grads_closure: Callable[[], Any], optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:

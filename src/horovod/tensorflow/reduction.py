@@ -18,6 +18,7 @@ from horovod.common.compression import bound
 from horovod.common.ops import ReduceOp, reduce_op
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.tensorflow import collectives, internals, names
+from horovod.tensorflow.internals import unconverted
 from horovod.tensorflow.util import key_of, split_list
 
 Gradient = Any
@@ -94,6 +95,7 @@ def make_allreduce_grads_fn(
     factor = float(gradient_predivide_factor)
     options = _Options(name, device_dense, device_sparse, compression, op, factor, process_set)
 
+    @unconverted
     def allreduce_grads(
         grads: Sequence[Gradient],
         vars: Sequence[Any] | None = None,

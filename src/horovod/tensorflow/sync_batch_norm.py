@@ -13,6 +13,7 @@ import tensorflow as tf
 from horovod.common.process_sets import global_process_set
 from horovod.tensorflow import collectives
 from horovod.tensorflow.collectives import Sum
+from horovod.tensorflow.internals import unconverted
 from horovod.tensorflow.reduction import communicates
 
 _NAME = "SyncBatchNormalization"
@@ -82,6 +83,7 @@ def _made_for(keras: Any) -> Any:
     return keras.utils.register_keras_serializable("horovod")(type(_NAME, (base,), body))
 
 
+@unconverted
 def moments(x: Any, axes: Any, keepdims: bool, mask: Any = None) -> tuple[Any, Any]:
     """Mean and (biased) variance over some axes and over all ranks; differentiable.
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 from horovod.common.ops import ReduceOp
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.tensorflow.compression import Compression
+from horovod.tensorflow.internals import unconverted
 from horovod.tensorflow.reduction import (
     check_arguments,
     make_allreduce_grads_fn,
@@ -34,6 +35,7 @@ class _DistributedTape(tf.GradientTape):
         """Says that a variable or watched tensor is this rank's own: its gradient stays local."""
         self._local_sources.add(key_of(source))
 
+    @unconverted
     def gradient(
         self,
         target: Any,
