@@ -115,3 +115,20 @@ def test_horovodrun_is_installed(metadata: importlib.metadata.PackageMetadata) -
     assert [(s.name, s.value) for s in scripts] == [
         ("horovodrun", "horovod.runner.launch:run_commandline")
     ]
+
+
+@pytest.mark.parametrize(
+    ("framework", "modules"),
+    [
+        ("torch", "mpi_ops functions optimizer compression sync_batch_norm"),
+        (
+            "tensorflow",
+            "mpi_ops functions compression util gradient_aggregation gradient_aggregation_eager "
+            "sync_batch_norm keras",
+        ),
+    ],
+)
+def test_modules_are_attributes_of_their_front_end(framework: str, modules: str) -> None:
+    """After `import horovod.torch as hvd` alone, as scripts have it."""
+    program = f"import horovod.{framework} as hvd; [getattr(hvd, m) for m in {modules.split()}]"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=55)

@@ -123,7 +123,7 @@ MODULES = {
         mpi_ops
     """,
     "horovod.tensorflow.mpi_ops": """
-        _basics _check_has_gpu allreduce grouped_allreduce allgather
+        _basics _allreduce _alltoall_grad _check_has_gpu allreduce grouped_allreduce allgather
         broadcast broadcast_ alltoall reducescatter join size_op rank_op
     """,
     "horovod.tensorflow.functions": """
@@ -147,6 +147,4 @@ NOT_YET = {
     "horovod._keras.elastic": "elastic training",
     "horovod.tensorflow.data": "the service for tf.data",
     "horovod.tensorflow.mpi_ops.mpi_lib": "the C symbols of the native library",
-    "horovod.tensorflow.mpi_ops._allreduce": "the bare operator: allreduce() has all of it",
-    "horovod.tensorflow.mpi_ops._alltoall_grad": "gradients are made by one function for all calls",
 }

@@ -9,6 +9,7 @@ except ImportError as error:
         f"`pip install '.[tensorflow]'`"
     ) from error
 
+import importlib as _importlib
 import typing as _typing
 
 from horovod.common.basics import (
@@ -162,9 +163,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _typing.Any:
-    """Makes the one class that needs Keras when it is first asked for."""
+    """Imports what needs Keras, or is seldom wanted, when it is first asked for."""
     if name == "SyncBatchNormalization":
-        from horovod.tensorflow import sync_batch_norm
-
-        return sync_batch_norm.SyncBatchNormalization
+        return _importlib.import_module(f"{__name__}.sync_batch_norm").SyncBatchNormalization
+    if name in ("gradient_aggregation_eager", "keras", "sync_batch_norm"):
+        return _importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

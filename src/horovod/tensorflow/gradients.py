@@ -144,6 +144,9 @@ def _of_operator(row: Row, grouped: bool) -> Callable[..., list[tf.Tensor | None
     return of_operation
 
 
+of_alltoall = _of_operator(ALLTOALL, grouped=False)
+"""The gradient of that operator, which programs call by hand."""
+
 for _row in ROWS:
     tf.RegisterGradient(_row.operator(grouped=False))(_of_operator(_row, grouped=False))
     if _row.grouped is not None:

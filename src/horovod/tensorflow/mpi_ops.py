@@ -1,5 +1,7 @@
 """The operations under the older name that scripts import; must not do any work itself."""
 
+from typing import Any as _Any
+
 from horovod.common.basics import (  # noqa: F401
     ccl_built,
     cross_rank,
@@ -58,8 +60,30 @@ from horovod.tensorflow.collectives import (  # noqa: F401
     reducescatter,
     size_op,
 )
+from horovod.tensorflow.gradients import of_alltoall as _alltoall_grad  # noqa: F401
 from horovod.tensorflow.util import (  # noqa: F401
     check_num_rank_power_of_2,
     gpu_available,
 )
 from horovod.tensorflow.util import gpu_available as _check_has_gpu  # noqa: F401
+
+
+def _allreduce(
+    tensor: _Any,
+    name: str | None = None,
+    op: int = Sum,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> _Any:
+    """`allreduce` in the order of arguments, and with the operation, of the bare operator."""
+    return allreduce(
+        tensor,
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        name=name,
+        process_set=process_set,
+        ignore_name_scope=ignore_name_scope,
+    )

@@ -39,6 +39,7 @@ from horovod.common.process_sets import (
     global_process_set,
     remove_process_set,
 )
+from horovod.torch import mpi_ops  # noqa: F401  an attribute that scripts use
 from horovod.torch.checkpoint import Checkpointer
 from horovod.torch.compression import Compression
 from horovod.torch.differentiable import (
