@@ -199,6 +199,26 @@ def test_gradients_of_a_distributed_tape_are_not_reduced_again(op: Any, compiled
     small.equal(before - small.weights(of), total / (1 if op == hvd.Sum else hvd.size()))
 
 
+@pytest.mark.np(2)
+@pytest.mark.parametrize("op", [hvd.Sum, hvd.Average])
+def test_gradients_that_were_changed_after_compute_gradients(op: Any) -> None:
+    of = small.variables((3,))
+    opt = hvd.DistributedOptimizer(K.optimizers.SGD(1.0), op=op)
+    opt.build(of)
+    factor = float(hvd.rank() + 1)
+    before = small.weights(of)
+    pairs = opt.compute_gradients(lambda: factor * tf.reduce_sum(small.keras_backing(of[0])), of)
+    halves = [(grad / 2, variable) for grad, variable in pairs]
+    if op == hvd.Sum:
+        with pytest.raises(ValueError, match="again"):
+            opt.apply_gradients(halves)
+        opt.apply_gradients(pairs)  # as they are, they are fine
+        small.equal(before - small.weights(of), 3.0)
+    else:
+        opt.apply_gradients(halves)
+        small.equal(before - small.weights(of), 0.75)
+
+
 STRATEGIES = """
 import keras, tf_keras
 import tensorflow as tf

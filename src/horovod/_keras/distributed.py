@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from horovod._keras import flavours
 from horovod._keras.settings import Settings
+from horovod.common.ops import ReduceOp
 from horovod.common.process_sets import ProcessSet
 
 Gradient = Any
@@ -69,6 +70,7 @@ class State:
         self.reduce = self.backend.reducer(f"Distributed{type(optimizer).__name__}", settings)
         several = settings.backward_passes_per_step > 1
         self.window: Any = self.backend.Window(settings) if several else None
+        self.handed_out = False  # reduced gradients, since the last step
         self.local: list[Any] = []
         self._local_keys: set[Hashable] = set()
 
@@ -169,6 +171,14 @@ class Distributed:
                 result[place] = grad
         return result
 
+    def _hand_out(self, grads: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
+        """Reduces gradients for somebody who will give them to a step, marked as reduced."""
+        state = self._horovod
+        reduced = self._reduced(grads, variables, self._done(grads))
+        state.backend.mark_reduced(reduced)
+        state.handed_out = True
+        return reduced
+
     def _step(
         self,
         grads: Sequence[Gradient],
@@ -184,10 +194,22 @@ class Distributed:
 
         Returns:
             What `apply` returns; None in a window.
+
+        Raises:
+            ValueError: ``compute_gradients`` has summed gradients, and these are others. With
+                averages that is harmless: the mean of what is equal on all ranks is that again.
         """
         state = self._horovod
         state.backend.check_replicas()
         done = self._done(grads)
+        handed_out, state.handed_out = state.handed_out, False
+        changed = any(grad is not None and not it for grad, it in zip(grads, done, strict=True))
+        if handed_out and changed and state.settings.op is ReduceOp.Sum:
+            raise ValueError(
+                "the gradients that compute_gradients() summed over the ranks were changed before "
+                "apply_gradients(), which would sum them again. Use op=Average, or clip with "
+                "the optimizer's own clipnorm, global_clipnorm or clipvalue"
+            )
         if state.window is None:
             return _outermost(apply, self._reduced(grads, variables, done), list(variables))
 

@@ -105,9 +105,10 @@ def DistributedOptimizer(
     """Makes an optimizer step with gradients reduced over all ranks.
 
     It works in ``fit`` and ``train_on_batch``, eager or compiled, and in custom loops, where
-    gradients of a DistributedGradientTape are taken as they are. They are reduced before clipping
-    and before loss scaling looks for infinities, so that all ranks skip the same steps. All ranks
-    must wrap and use optimizers alike.
+    gradients of a DistributedGradientTape are taken as they are; if they are changed in between,
+    they are reduced again, which is right with op=Average only. Clipping and loss scaling see
+    reduced gradients, so that all ranks skip the same steps. All ranks must wrap and use optimizers
+    alike.
 
     The object itself becomes distributed and is returned: what refers to it, such as a compiled
     model, trains distributed too. Its config and what is saved are those of the plain optimizer, so

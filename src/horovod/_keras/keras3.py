@@ -233,12 +233,9 @@ class DistributedKeras3(Distributed):
         return self._handed_out(grads, variables)
 
     def _handed_out(self, grads: Sequence[Gradient], variables: list[Any]) -> list[Gradient]:
-        state = self._horovod
-        if state.window is not None or self.gradient_accumulation_steps:
+        if self._horovod.window is not None or self.gradient_accumulation_steps:
             return list(grads)  # they are reduced with those of the passes before
-        reduced = self._reduced(grads, variables, self._done(grads))
-        state.backend.mark_reduced(reduced)
-        return reduced
+        return self._hand_out(grads, variables)
 
     def _aggregate_gradients(self, grads_and_vars: Any) -> Any:
         return grads_and_vars

@@ -91,9 +91,7 @@ class DistributedTfKeras(Distributed):
         if self._horovod.window is not None or not pairs:
             return pairs  # they are reduced with those of the passes before
         grads, variables = zip(*pairs, strict=True)
-        reduced = self._reduced(grads, variables, self._done(grads))
-        self._horovod.backend.mark_reduced(reduced)
-        return list(zip(reduced, variables, strict=True))
+        return list(zip(self._hand_out(grads, variables), variables, strict=True))
 
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         """Reduces gradients that aren't yet, and updates variables as the wrapped optimizer does.
