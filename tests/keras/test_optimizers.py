@@ -82,6 +82,27 @@ def test_every_class() -> None:
             raise AssertionError(f"{name}: {error}") from error
 
 
+@pytest.mark.np(2)
+def test_a_multi_optimizer_of_distributed_ones() -> None:
+    if not KERAS3:
+        return
+
+    def multi(wrap: Callable[[Any], Any]) -> Any:
+        each = K.optimizers.OptimizerMap(wrap(K.optimizers.SGD(0.1)))
+        each["v1"] = wrap(K.optimizers.Adam(0.1))
+        return K.optimizers.MultiOptimizer(each)
+
+    def summed(opt: Any) -> Any:
+        return hvd.DistributedOptimizer(opt, op=hvd.Sum)
+
+    def total(of: list[Any], step: int) -> list[Any]:
+        return [grad * hvd.size() for grad in small.mean_gradients(of, step)]
+
+    expected = train(multi(lambda opt: opt), total)
+    small.equal(train(multi(summed), own), expected)
+    small.equal(train(summed(multi(summed)), own), expected)  # the outermost one reduces
+
+
 OPTIONS: list[dict[str, Any]] = [
     {"clipnorm": 0.5},
     {"global_clipnorm": 0.5},
@@ -170,6 +191,13 @@ def test_copies_and_rebuilt_ones_are_wrapped() -> None:
 
     def summed(of: list[Any], step: int) -> list[Any]:
         return [grad * hvd.size() for grad in small.mean_gradients(of, step)]
+
+    two = {"backward_passes_per_step": 2}
+    first = hvd.DistributedOptimizer(K.optimizers.SGD(0.1), **two)
+    of = small.variables((2,))
+    first.apply_gradients(list(zip(own(of, 0), of, strict=True)))
+    counters = [int(np.asarray(opt._agg_helper.counter)) for opt in (first, copy.copy(first))]
+    assert counters == [1, 0]
 
     for name, opt in made.items():
         if name == "get":

@@ -65,6 +65,7 @@ class State:
     """What a distributed optimizer has besides; one object, so that Keras doesn't track it."""
 
     def __init__(self, optimizer: Any, settings: Settings) -> None:
+        self.owner = id(optimizer)
         self.settings = settings
         self.backend = backend(flavours.backend_of(optimizer))
         self.reduce = self.backend.reducer(f"Distributed{type(optimizer).__name__}", settings)
@@ -96,7 +97,8 @@ class Distributed:
     @property
     def _horovod(self) -> State:
         state = vars(self).get(_STATE)
-        if state is None:  # by `vars`, since Keras tracks what is assigned
+        if state is None or state.owner != id(self):  # this one was made of a config, or is a copy
+            # By `vars`, since Keras tracks what is assigned.
             state = vars(self)[_STATE] = State(self, self._horovod_settings)
         return state
 
@@ -255,7 +257,6 @@ def take_over(optimizer: Any, mixin: Any, settings: Settings) -> Any:
     except TypeError:  # groups of variables can't be looked up: a class for this one alone
         derived = _derived.__wrapped__(mixin, kind, settings)
     object.__setattr__(optimizer, "__class__", derived)
-    # A state belongs to a class, and this object may have been another's copy.
     vars(optimizer)[_STATE] = State(optimizer, settings)
     return optimizer
 
