@@ -127,20 +127,23 @@ def test_groups_of_variables_need_the_variables() -> None:
 
 
 @pytest.mark.np(2)
-def test_one_function_serves_all_lists_of_a_kind() -> None:
-    before = reduction._compiled.cache_info()
-    for _ in range(3):
-        made(name="once")([tf.ones([7, 7]) * hvd.rank()])
-    after = reduction._compiled.cache_info()
-    assert (after.misses - before.misses, after.hits - before.hits) == (1, 2)
+@pytest.mark.parametrize(
+    ("mode", "text"), [("eager", r"dense\": .*tensor 1 of the group"), ("traced", r"grad_1")]
+)
+def test_a_gradient_of_another_shape_is_an_error_on_all_ranks(mode: str, text: str) -> None:
+    grads = [tf.ones([2]), tf.ones([3 + hvd.rank()])]
+    with pytest.raises(tf.errors.FailedPreconditionError, match=text):
+        MODES[mode](lambda: made()(grads))()
+    near(made()([tf.ones([2])])[0], tf.ones([2]))
 
 
 @pytest.mark.np(2)
-def test_a_gradient_of_another_shape_is_an_error_on_all_ranks() -> None:
-    grads = [tf.ones([2]), tf.ones([3 + hvd.rank()])]
-    with pytest.raises(tf.errors.FailedPreconditionError, match=r"grad_1"):
-        made()(grads)
-    near(made()([tf.ones([2])])[0], tf.ones([2]))
+def test_a_gradient_that_only_one_rank_has_is_an_error_at_once_in_eager_code() -> None:
+    for other in (None, tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]), tf.constant([3, 2]))):
+        grads = [tf.ones([2]), tf.ones([3, 2]) if hvd.rank() else other, tf.ones([3, 2])]
+        with pytest.raises(tf.errors.FailedPreconditionError):
+            made()(grads[:2] if other is None else grads)
+        near(made()([tf.ones([2])])[0], tf.ones([2]))
 
 
 @pytest.mark.np(2)

@@ -5,7 +5,6 @@ A gradient is a tensor, IndexedSlices, or None where there is none.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ ReduceFn = Callable[..., list[Gradient]]
 
 @dataclass(frozen=True)
 class _Options:
-    """How gradients are reduced. Hashable: equal ones share one function in eager code."""
+    """How gradients are reduced."""
 
     name: str
     device_dense: str
@@ -104,7 +103,7 @@ def make_allreduce_grads_fn(
         grads = [densified(grad) for grad in grads] if sparse_as_dense else list(grads)
         if not communicates(process_set):
             return grads
-        return _reduced(options, grads, _plan(grads, vars, groups))
+        return _reduced(options, grads, _calls(grads, vars, groups))
 
     return allreduce_grads
 
@@ -203,124 +202,76 @@ def is_reduced(grad: Gradient) -> bool:
 # ---------------------------------------------------------------------------------------------
 # Which go together, and how they go
 
+_ALONE = "grad_"  # what the name of a call for one gradient begins with; its place follows
 
-_Plan = tuple[tuple[int, ...], ...]  # places in the list of gradients; each tuple is one call
 
+def _calls(
+    grads: Sequence[Gradient], variables: Sequence[Any] | None, groups: Groups
+) -> dict[str, list[int]]:
+    """The calls by name: places in the list of gradients. Dense and sparse ones are apart.
 
-def _plan(grads: Sequence[Gradient], variables: Sequence[Any] | None, groups: Groups) -> _Plan:
-    dense = [
-        i
-        for i, grad in enumerate(grads)
-        if not (grad is None or isinstance(grad, tf.IndexedSlices))
-    ]
-    sparse = [i for i, grad in enumerate(grads) if isinstance(grad, tf.IndexedSlices)]
-    if internals.is_compiling():
-        calls = [dense]  # XLA runs calls one after the other
-    elif groups is None:
-        calls = [[i] for i in dense]
+    In a graph each gradient leaves as soon as it is there. In eager code they are all there, and a
+    call waits for its end; XLA runs calls one after the other. There one call is best.
+    """
+    present = [i for i, grad in enumerate(grads) if grad is not None]
+    sparse = [i for i in present if isinstance(grads[i], tf.IndexedSlices)]
+    dense = [i for i in present if i not in set(sparse)]
+    together = tf.executing_eagerly() or internals.is_compiling()
+    if groups is None:
+        calls = {"dense": dense} if together else _alone(dense)
     elif isinstance(groups, int):
-        calls = split_list(dense, groups)
+        calls = {f"group_{i}": part for i, part in enumerate(split_list(dense, groups))}
     else:
         calls = _by_variable(dense, variables, groups)
-    return tuple(sorted(tuple(call) for call in [*calls, *([i] for i in sparse)] if call))
+    calls |= {"sparse": sparse} if together else _alone(sparse)
+    return {name: places for name, places in calls.items() if places}
+
+
+def _alone(places: list[int]) -> dict[str, list[int]]:
+    return {f"{_ALONE}{place}": [place] for place in places}
 
 
 def _by_variable(
     places: list[int], variables: Sequence[Any] | None, groups: Sequence[Any]
-) -> list[list[int]]:
+) -> dict[str, list[int]]:
     if variables is None:
         raise ValueError("groups of variables need the variables that the gradients belong to")
     numbers = {key_of(one): number for number, group in enumerate(groups) for one in group}
-    calls: dict[Hashable, list[int]] = {}
+    calls: dict[str, list[int]] = {}
     for place in places:
         number = numbers.get(key_of(variables[place]))
-        calls.setdefault(("alone", place) if number is None else number, []).append(place)
-    return list(calls.values())
+        name = f"{_ALONE}{place}" if number is None else f"group_{number}"
+        calls.setdefault(name, []).append(place)
+    return calls
 
 
-def _reduced(options: _Options, grads: list[Gradient], plan: _Plan) -> list[Gradient]:
-    """The list with the gradients of the plan reduced; concurrently also in eager code."""
-    places = [place for call in plan for place in call]
-    parts = [_parts(grads[place]) for place in places]
+def _reduced(
+    options: _Options, grads: list[Gradient], calls: dict[str, list[int]]
+) -> list[Gradient]:
+    """The list with the gradients of all calls reduced."""
     prefix = names.call_name(options.name, None)
-    if tf.executing_eagerly():
-        specs = tuple(tuple(_spec(tensor, len(one) > 1) for tensor in one) for one in parts)
-        parts = _compiled(options, plan, specs, prefix, ops.enter())(parts)
-    else:
-        parts = _traced(options, plan, parts, prefix)
     result = list(grads)
-    for place, tensors in zip(places, parts, strict=True):
-        result[place] = _joined(tensors, grads[place])
+    for name, places in calls.items():
+        alone = name.startswith(_ALONE)
+        reduced = _call(options, [grads[i] for i in places], f"{prefix}.{name}", alone)
+        for place, grad in zip(places, reduced, strict=True):
+            result[place] = grad
     return result
 
 
-def _parts(grad: Gradient) -> list[Any]:
-    """The tensors that make up a gradient."""
-    return [grad.values, grad.indices] if isinstance(grad, tf.IndexedSlices) else [grad]
-
-
-def _joined(tensors: Sequence[Any], like: Gradient) -> Gradient:
-    """The gradient that is made of these tensors; its shape is that of the one it came from."""
-    if len(tensors) == 1:
-        return tensors[0]
-    return tf.IndexedSlices(*tensors, dense_shape=like.dense_shape)
-
-
-def _spec(tensor: Any, any_rows: bool) -> Any:
-    shape = [None, *tensor.shape[1:]] if any_rows else tensor.shape
-    return tf.TensorSpec(shape, tensor.dtype)
-
-
-@functools.lru_cache(maxsize=256)
-def _compiled(options: _Options, plan: _Plan, specs: Any, prefix: str, run: int) -> Any:
-    """One function for each kind of list: each is traced once, so TensorFlow has no complaints.
-
-    What is traced depends on the size of the set, hence on the `run` of the engine.
-    """
-
-    @tf.function(input_signature=[[list(one) for one in specs]], autograph=False)
-    def reduce_gradients(parts: list[list[Any]]) -> list[list[Any]]:
-        return _traced(options, plan, parts, prefix)
-
-    return reduce_gradients
-
-
-def _traced(options: _Options, plan: _Plan, parts: list[list[Any]], prefix: str) -> list[list[Any]]:
-    rest = iter(parts)
-    result: list[list[Any]] = []
-    for call in plan:
-        name = f"{prefix}.grad_{call[0]}"
-        members = [next(rest) for _ in call]
-        if len(members[0]) > 1:
-            result.append(_sparse(options, members[0], name))
-        else:
-            result += [[one] for one in _dense(options, [one for (one,) in members], name)]
-    return result
-
-
-def _sparse(options: _Options, parts: list[Any], name: str) -> list[Any]:
-    reduced = collectives.allreduce(
-        tf.IndexedSlices(*parts),
-        device_sparse=options.device_sparse,
-        op=options.op,
-        name=name,
-        process_set=options.process_set,
-        ignore_name_scope=True,
-    )
-    return _parts(reduced)
-
-
-def _dense(options: _Options, tensors: list[Any], name: str) -> list[Any]:
+def _call(options: _Options, grads: list[Gradient], name: str, alone: bool) -> list[Gradient]:
     how = {
         "device_dense": options.device_dense,
+        "device_sparse": options.device_sparse,
         "compression": bound(options.compression, name),
         "op": options.op,
         "name": name,
         "process_set": options.process_set,
-        "prescale_factor": 1.0 / options.predivide,
-        "postscale_factor": options.predivide,
         "ignore_name_scope": True,
     }
-    if len(tensors) == 1:
-        return [collectives.allreduce(tensors[0], **how)]
-    return list(collectives.grouped_allreduce(tensors, **how))
+    if not isinstance(grads[0], tf.IndexedSlices):  # whose rows are gathered, and can't overflow
+        how["prescale_factor"] = 1.0 / options.predivide
+        how["postscale_factor"] = options.predivide
+    if alone:
+        return [collectives.allreduce(grads[0], **how)]
+    return list(collectives.grouped_allreduce(grads, **how))
