@@ -205,7 +205,7 @@ def test_the_engine_is_gone() -> None:
     still_works()
 
 
-@pytest.mark.np(3, fresh=True)
+@pytest.mark.np(3, env={})
 def test_a_rank_leaves() -> None:
     """Case C52 (g): whoever needs it gets an error that names it, also in a graph."""
     if hvd.rank() == 1:

@@ -133,7 +133,7 @@ def test_handles() -> None:
         hvd.synchronize(handle)
 
 
-@pytest.mark.np(2, fresh=True)
+@pytest.mark.np(2, env={})
 def test_handles_count_from_one_after_every_init() -> None:
     for _ in range(2):
         assert [hvd.allreduce_async(torch.ones(1)) for _ in range(3)] == [1, 2, 3]

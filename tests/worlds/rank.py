@@ -55,9 +55,9 @@ def module(path: str) -> ModuleType:
 
 
 @contextlib.contextmanager
-def settings(env: Mapping[str, str]) -> Iterator[None]:
-    """An init() with variables besides, and afterwards one without them."""
-    if not env:
+def settings(env: Mapping[str, str] | None) -> Iterator[None]:
+    """An init() with variables besides, and afterwards one without them; None for neither."""
+    if env is None:
         yield
         return
     basics.shutdown()

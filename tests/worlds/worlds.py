@@ -3,9 +3,9 @@
 A test marked ``np(n)`` runs in every rank of a world of n processes; ``np(2, 3)`` runs it in both
 worlds. Worlds are started once and serve many tests, since importing a framework takes seconds; a
 world in which a test failed is ended, and a new one takes its place. ``np(2, fresh=True)`` gives a
-test a world of its own. ``np(2, env={...})`` has variables besides: for an ``init()`` of its own if
-they are Horovod's, and else in a world of its own. The fixture ``run_in`` runs a module-level
-function in a world and gives the results by rank.
+test a world of its own. ``np(2, env={...})`` gives it an ``init()`` of its own with variables of
+Horovod's besides, or none; other variables need a world of their own. The fixture ``run_in`` runs a
+module-level function in a world and gives the results by rank.
 
 Which frameworks a world has is its *flavour*: that of the test's folder, or those of the marker
 ``flavour("keras3")`` on a test or, as ``pytestmark``, on a module. A test with several flavours is
@@ -102,7 +102,7 @@ class World:
     ) -> list[Any]:
         """The results by rank; fails with every rank's traceback if one has any."""
         for connection in self._ranks.values():
-            connection.send((path, function, kwargs, env or {}))
+            connection.send((path, function, kwargs, env))
         results: dict[int, Any] = {}
         traces: dict[int, str] = {}
         deadline = time.monotonic() + TEST_S
