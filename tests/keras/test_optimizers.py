@@ -149,6 +149,20 @@ class Ours(K.optimizers.SGD):
     """An optimizer class of a user."""
 
 
+class Direct(K.optimizers.SGD):
+    """One that does without what Keras has for it."""
+
+    def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> None:
+        for grad, variable in grads_and_vars:
+            variable.assign(variable - 0.1 * tf.convert_to_tensor(grad))
+
+
+@pytest.mark.np(2)
+def test_a_class_with_a_way_of_its_own() -> None:
+    check(Direct(0.1), Direct(0.1))
+    check(Ours(0.1), Ours(0.1))
+
+
 @pytest.mark.np(2)
 def test_the_object_that_was_given_is_wrapped_and_prints_so() -> None:
     for make_one in (lambda: K.optimizers.Adam(0.25, beta_1=0.8), lambda: Ours(0.25)):

@@ -1,9 +1,9 @@
 """Distributed optimizers of Keras 3, on TensorFlow and PyTorch; must not know how data travels.
 
-All ways of Keras 3 to a step lead through ``apply``: ``fit``, ``train_on_batch``, an overridden
-``train_step``, ``apply_gradients``. There gradients are reduced, before anything looks at them: a
-LossScaleOptimizer at infinities, clipping at norms. Gradients that a DistributedGradientTape has
-reduced are taken as they are.
+All ways of Keras 3 to a step lead through ``apply_gradients`` or ``apply``: ``fit``,
+``train_on_batch``, an overridden ``train_step``. There gradients are reduced, before anything looks
+at them: a LossScaleOptimizer at infinities, clipping at norms. Gradients that a
+DistributedGradientTape has reduced are taken as they are.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class DistributedKeras3(Distributed):
     name: str
     built: bool
     build: Callable[[list[Any]], None]
-    apply_gradients: Callable[[Any], Any]
     learning_rate: Any
     gradient_accumulation_steps: int | None
     _iterations: Any
@@ -94,15 +93,32 @@ class DistributedKeras3(Distributed):
         Raises:
             ValueError: the optimizer isn't built and gets no variables, or another number of them.
         """
-        apply: Callable[..., Any] = super().apply  # type: ignore[misc]
+        plain: Callable[..., Any] = super().apply  # type: ignore[misc]
         grads = list(grads)
         given = trainable_variables is not None
         if not (steps_alone() and grads and (given or self.built)):
-            apply(grads, trainable_variables)
+            plain(grads, trainable_variables)
             return
         variables = list(trainable_variables if given else self._trainable_variables)
         if len(grads) != len(variables):
             raise ValueError(f"apply() got {len(grads)} gradients for {len(variables)} variables")
+        self._take(grads, variables, plain)
+
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        """As `apply`, with pairs of gradient and variable; also where a class does this otherwise.
+
+        Returns:
+            The variable that counts steps.
+        """
+        plain: Callable[..., Any] = super().apply_gradients  # type: ignore[misc]
+        pairs = list(grads_and_vars)
+        if not (steps_alone() and pairs):
+            return plain(pairs)
+        grads, variables = zip(*pairs, strict=True)
+        self._take(list(grads), list(variables), lambda *both: plain(zip(*both, strict=True)))
+        return self._iterations
+
+    def _take(self, grads: list[Gradient], variables: list[Any], apply: Callable[..., Any]) -> None:
         if self.gradient_accumulation_steps:
             self._accumulate(grads, variables, apply)
         else:
