@@ -130,7 +130,7 @@ def DistributedOptimizer(
         gradient_predivide_factor: f: Average divides by f before and by size / f after the sum.
         average_aggregated_gradients: divides the sum over passes by N.
         num_groups: deprecated: the same as a number for `groups`.
-        groups: None for one call a gradient; n for n calls; or a list of lists of variables, each
+        groups: None for what is fastest; n for n calls; or a list of lists of variables, each
             list in one call and every other variable alone.
         process_set: over whom. A rank outside of it trains alone.
         scale_local_gradients: divides gradients of local variables by the size of the set.

@@ -75,8 +75,9 @@ def make_allreduce_grads_fn(
     ``fn(grads, vars=None, use_generic_names=False)`` gives a list in the order of ``grads``, in
     which None stays None. All members must call it with gradients of the same variables, in the
     same order; the place in the list is the name that matches them, so ``use_generic_names`` makes
-    no difference. Reductions run concurrently, in graphs and in eager code, where they also block.
-    On a rank outside of the set, and if the set has one member, gradients come back unreduced.
+    no difference. In a graph each gradient leaves as soon as it is there; in eager code they leave
+    together, and the call blocks. On a rank outside of the set, and if the set has one member,
+    gradients come back unreduced.
 
     Args:
         name: of whom this is for; part of the names of the calls.
@@ -86,8 +87,9 @@ def make_allreduce_grads_fn(
         sparse_as_dense: makes IndexedSlices dense first.
         op: Average, Sum or Adasum.
         gradient_predivide_factor: f: Average divides by f before and by size / f after the sum.
-        groups: None for one call a gradient; n for n calls; or a list of lists of variables, each
-            list in one call and every other variable alone. IndexedSlices are always alone.
+        groups: None for one call a gradient, and in eager code one for all; n for n calls; or a
+            list of lists of variables, each list in one call and every other variable alone.
+            IndexedSlices are never in one with dense gradients.
         process_set: over whom.
     """
     op = reduce_op(op, None)

@@ -149,7 +149,7 @@ def DistributedGradientTape(
         op: Average, Sum or Adasum.
         gradient_predivide_factor: f: Average divides by f before and by size / f after the sum.
         num_groups: deprecated: the same as a number for `groups`.
-        groups: None for one call a gradient; n for n calls; or a list of lists of variables, each
+        groups: None for what is fastest; n for n calls; or a list of lists of variables, each
             list in one call and every other variable alone.
         process_set: over whom. A rank outside of it keeps its own gradients.
         scale_local_gradients: divides gradients of local sources by the size of the set.
