@@ -117,6 +117,7 @@ def test_options() -> None:
         ({"groups": 2}, 1.0),
         ({"groups": [[second]]}, 1.0),
         ({"compression": hvd.Compression.fp16}, 1.0),
+        ({"compression": hvd.Compression.error_feedback(hvd.Compression.fp16)}, 1.0),
         ({"gradient_predivide_factor": 2.0}, 1.0),
     ):
         opt = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), **options)

@@ -15,6 +15,7 @@ import torch
 import horovod.torch as hvd
 from horovod._keras.flavours import backing
 from horovod._keras.settings import Settings
+from horovod.common.compression import bound
 from horovod.common.ops import ReduceOp
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.torch.compression import Compression
@@ -56,17 +57,20 @@ def reducer(name: str, settings: Settings) -> Callable[..., list[Gradient]]:
         if not places or not _communicates(process_set):
             return result
         for number, call in enumerate(_calls(places, variables, settings.groups)):
+            how = [bound(settings.compression, f"{name}.{place}") for place in call]
+            small = [
+                one.compress(_dense(result[place])) for one, place in zip(how, call, strict=True)
+            ]
             reduced = hvd.grouped_allreduce(
-                [_dense(result[place]) for place in call],
+                [tensor for tensor, _ in small],
                 name=f"{name}.gradients.{number}",
-                compression=settings.compression,
                 op=settings.op,
                 prescale_factor=1.0 / factor,
                 postscale_factor=factor,
                 process_set=process_set,
             )
-            for place, gradient in zip(call, reduced, strict=True):
-                result[place] = gradient
+            for place, one, tensor, (_, context) in zip(call, how, reduced, small, strict=True):
+                result[place] = one.decompress(tensor, context)
         return result
 
     return reduce
