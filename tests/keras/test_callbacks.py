@@ -85,6 +85,8 @@ def test_metrics_are_averaged_for_those_after() -> None:
     callback.set_model(small.model())
     callback.on_epoch_end(0, logs)
     assert logs == {"loss": 1.5, "accuracy": 0.5}
+    with pytest.raises(ValueError, match=r"rank 0: \['loss', 'val_loss'\]; rank 1: \['loss'\]"):
+        callback.on_epoch_end(1, {"loss": 1.0, **({"val_loss": 1.0} if hvd.rank() == 0 else {})})
     before, after = Recorder(), Recorder()
     opt = hvd.DistributedOptimizer(K.optimizers.SGD(0.1))
     fit(opt, [before, hvd.callbacks.MetricAverageCallback(), after])

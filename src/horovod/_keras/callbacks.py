@@ -16,7 +16,6 @@ import numpy as np
 from horovod._keras import flavours
 from horovod._keras.distributed import backend
 from horovod.common import basics
-from horovod.common.ops import ReduceOp
 
 Logs = MutableMapping[str, Any] | None
 
@@ -88,16 +87,21 @@ class MetricAverageCallbackImpl:
         self.device = device
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Averages what is in `logs`."""
+        """Averages what is in `logs`.
+
+        Raises:
+            ValueError: ranks have different metrics.
+        """
         if not logs:
             return
-        names = sorted(logs)
-        values = np.array([float(logs[name]) for name in names], np.float64)
+        own = {name: float(value) for name, value in logs.items()}
         tensors = backend(flavours.backend_of(getattr(self.model, "optimizer", None)))
-        # The names are part of the call's, so that ranks with others are told apart.
         with tensors.placed(self.device):
-            mean = tensors.allreduce(values, f"metrics.{'.'.join(names)}", ReduceOp.Average)
-        logs.update(zip(names, (float(value) for value in mean), strict=True))
+            everyone = tensors.allgather_object(own, name="metrics")
+        if any(one.keys() != own.keys() for one in everyone):
+            has = "; ".join(f"rank {rank}: {sorted(one)}" for rank, one in enumerate(everyone))
+            raise ValueError(f"metrics can't be averaged, since ranks have different ones: {has}")
+        logs.update({name: sum(one[name] for one in everyone) / len(everyone) for name in own})
 
 
 class LearningRateScheduleCallbackImpl:

@@ -17,13 +17,18 @@ from horovod.common.ops import ReduceOp
 from horovod.common.process_sets import ProcessSet
 from horovod.tensorflow import collectives, reduction
 from horovod.tensorflow.compression import Compression
-from horovod.tensorflow.functions import broadcast_global_variables, broadcast_variables
+from horovod.tensorflow.functions import (
+    allgather_object,
+    broadcast_global_variables,
+    broadcast_variables,
+)
 from horovod.tensorflow.reduction import densified, is_reduced, local_gradient, mark_reduced
 
 __all__ = [
     "Compression",
     "Window",
     "allgather",
+    "allgather_object",
     "allreduce",
     "broadcast",
     "broadcast_global_variables",

@@ -19,11 +19,13 @@ from horovod.common.compression import bound
 from horovod.common.ops import ReduceOp
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.torch.compression import Compression
+from horovod.torch.functions import allgather_object
 
 __all__ = [
     "Compression",
     "Window",
     "allgather",
+    "allgather_object",
     "allreduce",
     "broadcast",
     "broadcast_global_variables",
