@@ -105,13 +105,20 @@ def _call(
         "root_rank": int(arguments.root),
         "wait": tf.executing_eagerly(),
     }
-    if grouped:
-        assert row.grouped is not None
-        outputs = row.grouped(list(tensors), **attributes)
-    elif row is ALLTOALL:
-        outputs = list(row.single(tensors[0], arguments.splits, **attributes))
-    else:
-        outputs = [row.single(tensors[0], **attributes)]
-    if not tf.executing_eagerly():
-        internals.run_independently(outputs[0].op)
-    return list(outputs)
+
+    def make() -> list[tf.Tensor]:
+        if grouped:
+            assert row.grouped is not None
+            return list(row.grouped(list(tensors), **attributes))
+        if row is ALLTOALL:
+            return list(row.single(tensors[0], arguments.splits, **attributes))
+        return [row.single(tensors[0], **attributes)]
+
+    if tf.executing_eagerly():
+        return make()
+    key = f"{process_set}/{name}"
+    with tf.control_dependencies(names.made_before(key)):
+        outputs = make()
+    names.made(key, outputs[0].op)
+    internals.run_independently(outputs[0].op)
+    return outputs

@@ -44,6 +44,25 @@ def _next_name() -> str:
     return f"{internals.function_name(graph)}.{next(numbers)}"
 
 
+# By graph the name of the operation that made the last call of a name: TensorFlow has no order for
+# the two, and without one each rank would take its own.
+_made: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
+
+
+def made(key: str, operation: Any) -> None:
+    """Remembers that an operation makes a call of this name and process set."""
+    _made.setdefault(operation.graph, {})[key] = operation.name
+
+
+def made_before(key: str) -> list[Any]:
+    """The operation that a further call of this name has to come after, if there is one."""
+    here = tf.compat.v1.get_default_graph()
+    for graph in internals.enclosing_graphs(here):
+        if (name := _made.get(graph, {}).get(key)) is not None:
+            return [graph.get_operation_by_name(name)]
+    return []
+
+
 def _remember(text: str) -> int:
     _texts.append(text)
     return len(_texts) - 1
