@@ -170,7 +170,7 @@ def test_one_name_twice_in_a_step() -> None:
     @tf.function
     def step(x: tf.Tensor) -> Any:
         calls = [hvd.allreduce(x + float(i), name="twice") for i in range(50)]
-        if x[0] > 0.0:  # noqa: SIM108  traced as a branch
+        if x[0] > 0.0:
             last = hvd.allreduce(x + 50.0, name="twice")
         else:
             last = hvd.allreduce(x, name="twice")
