@@ -54,6 +54,30 @@ def test_names_are_the_same_in_every_trace() -> None:
     assert step(tf.ones([2]))[2].numpy().tolist() == [1.0, 1.0]
 
 
+@pytest.mark.np(3)
+def test_calls_of_a_set_are_counted_apart() -> None:
+    """A rank outside of a set doesn't make its calls, and still names all others as the members."""
+    pair = hvd.add_process_set([0, 1])
+    w = tf.Variable(1.0)
+
+    @tf.function
+    def step(x: tf.Tensor) -> Any:
+        if pair.included():
+            x = hvd.allreduce(x, op=hvd.Sum, process_set=pair)
+        with tf.GradientTape(persistent=True) as tape:
+            y = w * x
+        reduced = [
+            hvd.DistributedGradientTape(tape, process_set=one).gradient(y, [w])[0]
+            for one in (pair, hvd.global_process_set)
+        ]
+        return [*reduced, hvd.allreduce(x, op=hvd.Sum)]
+
+    own, mean, total = step(tf.constant(1.0 + hvd.rank()))
+    assert own.numpy() == 3.0  # of both members, whose sum is 3.0, and of the third rank
+    assert (mean.numpy(), total.numpy()) == (3.0, 9.0)
+    assert hvd.remove_process_set(pair)
+
+
 @pytest.mark.np(2)
 def test_branches_and_loops_count_with_their_function() -> None:
     @tf.function

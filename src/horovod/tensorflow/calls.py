@@ -67,7 +67,7 @@ def call(
         tf.errors.OpError: see `horovod.tensorflow`.
     """
     prefix = f"grouped_{row.op.name}" if grouped else row.op.name
-    full_name = names.call_name(prefix, name)
+    full_name = names.call_name(prefix, name, process_set)
     try:
         pairs = [compression.compress(tf.convert_to_tensor(value)) for value in values]
         tensors = [_supported(tensor) for tensor, _ in pairs]

@@ -101,7 +101,7 @@ class DeltaOptimizer(ForwardingOptimizer):
 
     def _combine(self, variables: list[Any], starts: list[Any]) -> Any:
         """Makes each variable what it was when the window began, plus Adasum of all changes."""
-        prefix = names.call_name(self._name, None)
+        prefix = names.call_name(self._name, None, 0)
         before, after = _values(starts), _values(variables)
         values = []
         for i, (start, now) in enumerate(zip(before, after, strict=True)):

@@ -51,7 +51,7 @@ def broadcast_variables(
     """
     distinct = _distinct(variables, process_set)
     if not tf.executing_eagerly():
-        prefix = names.call_name(_WHAT, None)
+        prefix = names.call_name(_WHAT, None, calls.uid(process_set, _WHAT))
         return tf.group(
             *(
                 one.assign(

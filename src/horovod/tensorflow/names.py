@@ -1,7 +1,8 @@
 """What a call is called, and where the user made it; must not know what it does.
 
 A name must be the same on every rank, whatever else the ranks have traced. In a traced function a
-call without a name of the user's gets the function's name and its own number in the trace.
+call without a name of the user's gets the function's name and its own number among the trace's
+calls of one process set: those of a set are not traced by ranks outside of it.
 """
 
 from __future__ import annotations
@@ -24,23 +25,29 @@ sites.pass_over(
     "__autograph_generated_file",
 )
 
-_numbers: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
+# By traced function, the numbers of each process set.
+_numbers: weakref.WeakKeyDictionary[Any, dict[int, Iterator[int]]] = weakref.WeakKeyDictionary()
 _EAGER = "eager"
 
 
-def call_name(prefix: str, name: str | None) -> str:
+def call_name(prefix: str, name: str | None, process_set: int) -> str:
     """The name of a call, ``<prefix>.<name>``, counted in its traced function if `name` is None.
 
     Eager calls without a name all have the same: the engine knows it, and they come one by one.
+
+    Args:
+        prefix: of calls of one kind.
+        name: the user's, or None.
+        process_set: the engine's own number of the set.
     """
     if name is None:
-        name = _EAGER if tf.executing_eagerly() else _next_name()
+        name = _EAGER if tf.executing_eagerly() else _next_name(process_set)
     return f"{prefix}.{name}"
 
 
-def _next_name() -> str:
+def _next_name(process_set: int) -> str:
     graph = internals.traced_function(tf.compat.v1.get_default_graph())
-    numbers = _numbers.setdefault(graph, itertools.count())
+    numbers = _numbers.setdefault(graph, {}).setdefault(process_set, itertools.count())
     return f"{internals.function_name(graph)}.{next(numbers)}"
 
 

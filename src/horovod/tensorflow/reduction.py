@@ -17,6 +17,7 @@ from horovod.common.compression import bound
 from horovod.common.ops import ReduceOp, reduce_op
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.tensorflow import collectives, internals, names
+from horovod.tensorflow.calls import uid
 from horovod.tensorflow.internals import unconverted
 from horovod.tensorflow.util import key_of, split_list
 
@@ -251,7 +252,7 @@ def _reduced(
     options: _Options, grads: list[Gradient], calls: dict[str, list[int]]
 ) -> list[Gradient]:
     """The list with the gradients of all calls reduced."""
-    prefix = names.call_name(options.name, None)
+    prefix = names.call_name(options.name, None, uid(options.process_set, options.name))
     result = list(grads)
     for name, places in calls.items():
         alone = name.startswith(_ALONE)
