@@ -83,6 +83,10 @@ def test_one_rank_is_wrong(mode: str) -> None:
             lambda: hvd.alltoall(tf.range(4), [1, 3], name="b"),
         ),
         (
+            lambda: hvd.alltoall(tf.range(4), [object()], name="b"),
+            lambda: hvd.alltoall(tf.range(4), [1, 3], name="b"),
+        ),
+        (
             lambda: hvd.alltoall(tf.range(3), name="b"),
             lambda: hvd.alltoall(tf.range(4), name="b"),
         ),

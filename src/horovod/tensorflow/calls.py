@@ -7,6 +7,7 @@ runs as soon as its inputs are there, and in a function that XLA compiles a call
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
@@ -73,8 +74,11 @@ def call(
         tensors = [_supported(tensor) for tensor, _ in pairs]
         if check is not None:
             check(tensors)
+        told = arguments or Arguments()
+        if row is ALLTOALL:
+            told = replace(told, splits=tf.convert_to_tensor(told.splits, dtype_hint=tf.int32))
         route = xla.call if internals.is_compiling() else _call
-        outputs = route(row, tensors, full_name, process_set, grouped, arguments or Arguments())
+        outputs = route(row, tensors, full_name, process_set, grouped, told)
         for i, (_, context) in enumerate(pairs):
             outputs[i] = compression.decompress(outputs[i], context)
         return outputs

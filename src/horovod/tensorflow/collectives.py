@@ -418,10 +418,7 @@ def alltoall(
     """
     number = calls.uid(process_set, "alltoall")
     equal = splits is None
-    parts = tf.zeros([0], tf.int32) if equal else splits
-    if not tf.is_tensor(parts):
-        parts = tf.convert_to_tensor(parts, dtype_hint=tf.int32)
-    arguments = Arguments(splits=parts)
+    arguments = Arguments(splits=[] if equal else splits)
     key = _named(name, ignore_name_scope)
     output, received = call(ALLTOALL, [tensor], key, number, arguments=arguments, check=_check_rows)
     return output if equal else (output, received)

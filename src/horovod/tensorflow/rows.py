@@ -25,6 +25,7 @@ class Arguments:
     postscale: float = 1.0
     root: int = -1
     splits: Any = None
+    """An alltoall's, or what can be converted to them; empty for equal parts."""
     rows: tuple[int | None, ...] = ()
     """How many rows an allgather gives, by tensor, where that is known beforehand."""
 
