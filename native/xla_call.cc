@@ -113,7 +113,8 @@ class Call {
       door.reject({call_->kind, call_->request.set, call_->request.name, failure.text()});
     } else {
       const BlockingTurn turn({call_->request.set, call_->request.name});
-      failure = failure_of(door.run(call_, site_), false);
+      const Status status = door.run(call_, site_);
+      failure = failure_of(status, call_->done.load());
     }
     if (!failure) failure = misfit_;
     if (!failure) std::memset(memory_of(token()), 0, sizeof(int32_t));

@@ -351,6 +351,17 @@ def test_a_function_outlives_the_engine_that_it_was_traced_with() -> None:
     same(function(tf.ones(2)), tf.fill([2], 2.0))
 
 
+@pytest.mark.np(2, env={})
+def test_what_ends_under_way_is_no_call_before_init() -> None:
+    function = compiled(lambda x: hvd.allreduce(x, name="nobody else makes it"))
+    hvd.barrier()
+    if hvd.rank() == 1:
+        hvd.shutdown()
+        return
+    with pytest.raises(tf.errors.UnknownError, match=r"^HorovodAllreduce: .*rank 1"):
+        function(tf.ones(2))
+
+
 @pytest.mark.np(2)
 def test_results_of_another_shape_than_was_compiled_are_an_error() -> None:
     rows = 2 * (1 + hvd.rank())
