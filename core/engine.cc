@@ -117,6 +117,7 @@ Engine::~Engine() { shutdown("its engine was destroyed", Duration{}); }
 // ---- Calls ------------------------------------------------------------------------------------
 
 uint32_t Engine::add_site(std::string text) {
+  if (abandoned()) return 0;
   std::lock_guard lock(mutex_);
   if (const auto known = site_numbers_.find(text); known != site_numbers_.end()) {
     return known->second;
@@ -589,6 +590,7 @@ std::vector<std::string> Engine::pending() {
 }
 
 std::map<uint32_t, std::vector<int32_t>> Engine::process_sets() {
+  if (abandoned()) return {};
   std::lock_guard lock(mutex_);
   return sets_;
 }
@@ -607,6 +609,7 @@ std::map<std::string, uint64_t> Engine::counters() {
 }
 
 void Engine::add_message(LogLine line) {
+  if (abandoned()) return;
   std::lock_guard lock(mutex_);
   messages_.push_back(std::move(line));
   signal_event(message_event_.get());
