@@ -35,7 +35,7 @@ def create_distributed_optimizer(
 ) -> Any:
     """Makes an optimizer distributed, in place; `keras` isn't used: the object tells which it is.
 
-    See `horovod._keras.api.DistributedOptimizer` for the arguments and errors.
+    See `horovod._keras.face.DistributedOptimizer` for the arguments and errors.
     """
     settings = checked(
         device_dense=device_dense,
