@@ -200,6 +200,7 @@ EngineOptions to_options(int32_t rank, int32_t size, std::vector<std::string> na
   p.names = std::move(names);
   p.plan = plan;
   p.kernels = &kernels(options.take<std::string>("simd", "auto"));
+  p.first_set = options.take("first_set", uint32_t{1});
   const bool check_stalls = options.take("stall_check", 1) != 0;
   const auto limit = [&](const char* key, double otherwise) {
     return seconds(options.take(key, otherwise));

@@ -30,6 +30,7 @@ Coordinator::State::State(CoordinatorOptions given)
     : options(std::move(given)),
       limits{std::min(options.fusion_threshold_bytes, options.max_entry_bytes),
              options.disable_group_fusion},
+      next_set(options.first_set),
       cache(options.cache_capacity),
       watch(options) {
   const size_t size = options.names.size();

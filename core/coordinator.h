@@ -35,6 +35,7 @@ struct CoordinatorOptions {
   bool join_all_ops = false;
   bool disable_group_fusion = false;
   uint64_t plan_hash = 0;
+  uint32_t first_set = 1;  // the number of the set that is added first; the others follow
   Duration stall_warning = std::chrono::seconds(60);  // 0 = never, as for the next two
   Duration stall_shutdown{};
   Duration deadlock = std::chrono::seconds(60);

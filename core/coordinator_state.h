@@ -78,7 +78,7 @@ struct Coordinator::State {
   Counters counters;
 
   std::map<uint32_t, ProcessSet> sets;
-  uint32_t next_set = 1;
+  uint32_t next_set;
   std::vector<std::vector<ProcessSet*>> sets_of;  // by rank
   Calls calls;
   NameCache cache;

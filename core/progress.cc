@@ -31,6 +31,7 @@ CoordinatorOptions coordinator_options(const ProgressOptions& o) {
   c.join_all_ops = o.plan.join_all_ops != 0;
   c.disable_group_fusion = o.plan.disable_group_fusion != 0;
   c.plan_hash = o.plan.hash();
+  c.first_set = o.first_set;
   c.stall_warning = o.stall_warning;
   c.stall_shutdown = o.stall_shutdown;
   c.deadlock = o.deadlock;

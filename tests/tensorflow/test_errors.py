@@ -143,6 +143,21 @@ def test_outsiders_and_removed_sets(mode: str) -> None:
     still_works()
 
 
+@pytest.mark.np(3)
+def test_a_graph_knows_no_set_of_a_later_run() -> None:
+    """Its number means no other ranks after another init()."""
+    pair = hvd.add_process_set([0, 1])
+    traced = tf.function(lambda: hvd.allreduce(tf.ones([2]), op=hvd.Sum, process_set=pair))
+    traced.get_concrete_function()
+    hvd.shutdown()
+    hvd.init()
+    others = hvd.add_process_set([1, 2])
+    with pytest.raises(errors.InvalidArgumentError, match="no process set"):
+        traced()
+    assert hvd.remove_process_set(others)
+    still_works()
+
+
 @pytest.mark.np(4)
 def test_sets_that_overlap() -> None:
     """Case C26: averages divide by the set's size; same names in disjoint sets don't meet."""

@@ -85,6 +85,8 @@ OUTBOX_BYTES = 8 << 20
 """Shared memory of one rank that its peers read from: two slots' worth of streaming."""
 
 _LEAVE_S = 2.0  # how long an orderly shutdown waits for the others
+_SETS_OF_A_RUN = 1 << 16  # numbers of process sets from those of one init() to those of the next
+_RUNS = 1 << 14  # then they start again
 _LAST_WORDS_S = 0.5  # the same when leaving because of an exception
 _REPORT_S = 2.0  # the most that a report to the launcher may take
 _WAIT_S = 1.0  # the engine comes back sooner for signals; this only bounds a single call into it
@@ -362,6 +364,8 @@ def _make_engine(settings: Settings, wires: wiring.Wires) -> Any:
         "stall_shutdown_s": settings.stall_shutdown_s,
         "deadlock_s": settings.deadlock_s,
         "heartbeat_s": settings.heartbeat_s,
+        # A graph that was traced in an earlier run must find no set, rather than another one.
+        "first_set": wires.generation % _RUNS * _SETS_OF_A_RUN + 1,
     }
     try:
         return _core.Engine(settings.rank, settings.size, wires.names, local, wires.plan, options)
