@@ -220,6 +220,18 @@ def test_passes_that_only_add_up_send_nothing() -> None:
 
 
 @pytest.mark.np(2)
+def test_graphs_of_tensorflow_1_are_refused() -> None:
+    """Nothing there runs the sums, so that it would never take a step."""
+    if KERAS3:
+        return
+    opt = hvd.DistributedOptimizer(K.optimizers.legacy.SGD(0.1), backward_passes_per_step=2)
+    with tf.Graph().as_default():
+        variable = tf.compat.v1.get_variable("w", initializer=1.0, use_resource=True)
+        with pytest.raises(ValueError, match="TensorFlow 1"):
+            opt.apply_gradients([(tf.constant(1.0), variable)])
+
+
+@pytest.mark.np(2)
 def test_two_ways_to_accumulate_are_refused() -> None:
     if not KERAS3:
         return

@@ -22,6 +22,7 @@ from horovod.tensorflow.functions import (
     broadcast_global_variables,
     broadcast_variables,
 )
+from horovod.tensorflow.internals import traced_function
 from horovod.tensorflow.reduction import densified, is_reduced, local_gradient, mark_reduced
 
 __all__ = [
@@ -130,11 +131,19 @@ class Window:
             close: gets the totals, and variables in the same order.
 
         Raises:
-            ValueError: a gradient is IndexedSlices, and nobody said that it may become dense.
+            ValueError: a gradient is IndexedSlices, and nobody said that it may become dense; or
+                this is a graph of TensorFlow 1, where nothing would make the sums.
         """
+        if not tf.executing_eagerly():
+            graph = traced_function(tf.compat.v1.get_default_graph())
+            if not graph.building_function:
+                raise ValueError(
+                    "backward_passes_per_step > 1 with a Keras optimizer needs eager code or a "
+                    "tf.function, and this is a graph of TensorFlow 1"
+                )
         for grad, variable in zip(grads, variables, strict=True):
             if grad is not None:
-                self._sum_of(variable, grad).assign_add(tf.cast(self._dense(grad), grad.dtype))
+                self._sum_of(variable, grad).assign_add(self._dense(grad))
         last = tf.equal(self.counter.assign_add(1), self._passes)
         tf.cond(last, lambda: self._end(list(variables), close), tf.no_op)
 
