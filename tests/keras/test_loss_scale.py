@@ -28,6 +28,13 @@ def inside() -> Any:
     return hvd.DistributedOptimizer(scaling(K.optimizers.SGD(0.1, momentum=0.9)))
 
 
+def earlier() -> Any:
+    opt = K.optimizers.SGD(0.1, momentum=0.9)
+    around = scaling(opt)
+    hvd.DistributedOptimizer(opt)
+    return around
+
+
 def legacy() -> Any:
     return scaling(hvd.DistributedOptimizer(K.optimizers.legacy.SGD(0.1, momentum=0.9)))
 
@@ -54,14 +61,13 @@ def step(model: Any, opt: Any, x: Any, y: Any) -> None:
 
 
 @pytest.mark.np(2)
-@pytest.mark.parametrize("order", ["inside", "outside", "legacy"])
+@pytest.mark.parametrize("order", ["inside", "outside", "earlier", "legacy"])
 @pytest.mark.parametrize("way", ["fit", "eager", "function"])
 def test_an_infinity_on_one_rank(order: str, way: str) -> None:
     if order == "legacy" and KERAS3:
         return
     opt, model = globals()[order](), small.model()
     assert isinstance(opt, K.mixed_precision.LossScaleOptimizer)
-    assert "horovod._keras" in str(type(opt))
     x, y = (small.own(values) for values in batches())
     if way == "fit":
         model.compile(optimizer=opt, loss="mse")
@@ -71,6 +77,7 @@ def test_an_infinity_on_one_rank(order: str, way: str) -> None:
         for at in range(0, len(x), ROWS):
             one_step(model, opt, tf.constant(x[at : at + ROWS]), tf.constant(y[at : at + ROWS]))
 
+    assert "horovod._keras" in str(type(opt))
     plain, plain_model = scaling(K.optimizers.SGD(0.1, momentum=0.9)), small.model()
     x, y = (small.joined(values) for values in batches())
     together = ROWS * hvd.size()
@@ -119,3 +126,17 @@ def test_the_optimizer_inside_reduces_when_it_is_used_alone(order: str) -> None:
     opt.apply_gradients(list(zip(small.gradients(of, 0, hvd.rank()), of, strict=True)))
     mean = small.mean_gradients(of, 0)
     small.equal(small.weights(of), before - np.asarray(mean[0]))
+
+
+@pytest.mark.np(2)
+def test_what_is_local_to_the_optimizer_inside_is_local() -> None:
+    inner = hvd.DistributedOptimizer(K.optimizers.SGD(1.0), scale_local_gradients=False)
+    opt, of = scaling(inner), small.variables((3,), (2,))
+    inner.register_local_var(of[0])
+    before, grads = small.weights(of), small.gradients(of, 0, hvd.rank())
+    if KERAS3:
+        opt.build(of)
+        opt.dynamic_scale.assign(1.0)
+    opt.apply_gradients(list(zip(grads, of, strict=True)))
+    expected = [grads[0], small.mean_gradients(of, 0)[1]]
+    small.equal(before - small.weights(of), small.weights(expected), 1e-6)

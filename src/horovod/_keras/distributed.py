@@ -84,6 +84,10 @@ class State:
         """Whether only this rank has a variable."""
         return not self._local_keys.isdisjoint(flavours.keys(variable)) if self.local else False
 
+    def share_local(self, other: State) -> None:
+        """Has the local variables of another state, also those that are registered later."""
+        self.local, self._local_keys = other.local, other._local_keys
+
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of an optimizer makes a state of its own when it needs one."""
 
@@ -290,23 +294,51 @@ def distribute_around(kind: Any, wrap: Callable[[Any, Settings], Any]) -> None:
 
     A LossScaleOptimizer looks for infinities before it calls the optimizer inside of it, which then
     is too late to reduce: ranks would skip different steps. Keras itself puts one around the
-    optimizer of a float16 model in ``compile``, so it is the class that has to know.
+    optimizer of a float16 model in ``compile``, so it is the class that has to know. One that is
+    older than the distribution of the optimizer inside finds out when it is used.
 
     Args:
         kind: a class whose first argument is another optimizer, later its ``inner_optimizer``.
         wrap: distributes an instance with the settings of the optimizer inside.
     """
-    plain = kind.__init__
-    if hasattr(plain, "_horovod_around"):
+    if hasattr(kind.__init__, "_horovod_around"):
         return
+
+    def follow(self: Any) -> bool:
+        inner = self.inner_optimizer
+        if isinstance(self, Distributed) or not isinstance(inner, Distributed):
+            return False
+        wrap(self, inner._horovod_settings)._horovod.share_local(inner._horovod)
+        return True
+
+    plain = kind.__init__
 
     @functools.wraps(plain)
     def init(self: Any, inner_optimizer: Any, *args: Any, **kwargs: Any) -> None:
         plain(self, inner_optimizer, *args, **kwargs)
-        if isinstance(inner_optimizer, Distributed) and not isinstance(self, Distributed):
-            wrap(self, inner_optimizer._horovod_settings)
-            for variable in inner_optimizer._local_vars:
-                self.register_local_var(variable)
+        follow(self)
 
+    def following(name: str) -> Callable[..., Any]:
+        method = vars(kind)[name]
+
+        @functools.wraps(method)
+        def use(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return (getattr(self, name) if follow(self) else method.__get__(self))(*args, **kwargs)
+
+        return use
+
+    for name in _USES & vars(kind).keys():
+        setattr(kind, name, following(name))
     init._horovod_around = True  # type: ignore[attr-defined]
     kind.__init__ = init
+
+
+# By which an optimizer gets gradients or makes them.
+_USES = {
+    "apply",
+    "apply_gradients",
+    "compute_gradients",
+    "_compute_gradients",
+    "get_gradients",
+    "stateless_apply",
+}
