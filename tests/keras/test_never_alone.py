@@ -147,6 +147,28 @@ def test_a_model_compiled_before_its_optimizer_was_wrapped() -> None:
 
 
 @pytest.mark.np(2)
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
+def test_a_model_that_has_trained_before_its_optimizer_was_wrapped(scaled: bool) -> None:
+    """What TensorFlow has compiled knows nothing of it."""
+    model, opt = small.model(), K.optimizers.SGD(0.1, momentum=0.9)
+    if scaled:
+        opt = K.mixed_precision.LossScaleOptimizer(opt)
+    model.compile(optimizer=opt, loss="mse")
+    x, y = (small.own(values) for values in small.data("dense", BATCHES))
+    how = {"batch_size": ROWS, "epochs": 1, "shuffle": False, "verbose": 0}
+    model.fit(x, y, **how)
+    hvd.DistributedOptimizer(opt)
+    with pytest.raises(RuntimeError, match="compile"):
+        model.fit(x, y, **how)
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    with pytest.raises(RuntimeError, match="compile"):
+        model.fit(x, y, callbacks=[broadcast], **how)
+    model.compile(optimizer=opt, loss="mse")
+    model.fit(x, y, callbacks=[broadcast], **how)
+    small.same_everywhere(small.weights(model))
+
+
+@pytest.mark.np(2)
 def test_a_clone_compiled_with_a_rebuilt_optimizer() -> None:
     opt, first = distributed(), small.model()
     model = K.models.clone_model(first)

@@ -37,6 +37,7 @@ __all__ = [
     "largest",
     "local_gradient",
     "mark_reduced",
+    "number",
     "placed",
     "reducer",
     "reducescatter",
@@ -143,6 +144,11 @@ def check_replicas() -> None:
 def placed(device: str) -> Any:
     """Nothing: tensors know their device."""
     return nullcontext()
+
+
+def number(variable: Any) -> int:
+    """The value of a variable of one number."""
+    return int(variable.item())
 
 
 def cond(condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
