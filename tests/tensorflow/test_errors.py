@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -119,6 +120,79 @@ def test_one_rank_is_wrong(mode: str) -> None:
             with pytest.raises(errors.FailedPreconditionError, match="rank 0"):
                 run(mode, right)
         still_works()
+
+
+@pytest.mark.np(2)
+@pytest.mark.parametrize("mode", MODES)
+def test_an_option_of_one_rank_is_wrong(mode: str) -> None:
+    """What is noticed before there is a tensor makes the other rank's call fail all the same."""
+    slices = tf.IndexedSlices(tf.ones([1]), tf.constant([0]))
+    rows = tf.range(4)
+    mistakes: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = [
+        (hvd.allreduce, (rows,), {"op": 77}),
+        (hvd.allreduce, (rows,), {"op": hvd.Sum, "average": True}),
+        (hvd.allreduce, (rows,), {"prescale_factor": "half"}),
+        (hvd.allreduce, (rows,), {"compression": None}),
+        (hvd.allreduce, (rows,), {"compression": Broken}),
+        (hvd.allreduce, (rows,), {"device_dense": "nowhere"}),
+        (hvd.allreduce, (slices,), {"op": hvd.Max}),
+        (hvd.allreduce, (slices,), {"device_sparse": "nowhere"}),
+        (hvd.grouped_allreduce, ([rows],), {"tensors": 5}),
+        (hvd.grouped_allreduce, ([rows],), {"tensors": rows}),
+        (hvd.grouped_allgather, ([rows],), {"tensors": 5}),
+        (hvd.reducescatter, (rows,), {"op": hvd.Max}),
+        (hvd.grouped_reducescatter, ([rows],), {"op": hvd.Max}),
+        (hvd.broadcast, (rows, 0), {"root_rank": "first"}),
+        (hvd.broadcast, (rows, 0), {"root_rank": 1 << 40}),
+        (hvd.alltoall, (rows, [1, 3]), {"splits": object()}),
+        (hvd.alltoall, (rows, [1, 3]), {"splits": [1.0, 3.0]}),
+        (hvd.alltoall, (rows, [1, 3]), {"splits": "ab"}),
+        (hvd.alltoall, (rows, [1, 3]), {"splits": []}),
+        (hvd.alltoall, (rows, [1, 3]), {"splits": [(1 << 32) + 1, 3]}),
+    ]
+    for function, arguments, mistake in mistakes:
+        right = dict(zip(list(inspect.signature(function).parameters), arguments, strict=False))
+        if hvd.rank() == 0:
+            with pytest.raises(Exception) as caught:
+                run(mode, lambda f=function, a=right | mistake: f(**a))
+            assert not isinstance(caught.value, errors.UnknownError), mistake
+        else:
+            with pytest.raises(errors.FailedPreconditionError, match="rank 0"):
+                run(mode, lambda f=function, a=right: f(**a))
+                pytest.fail(str(mistake))
+        still_works()
+
+
+class Broken(hvd.compression.Compressor):
+    @staticmethod
+    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        raise RuntimeError("the way there")
+
+    @staticmethod
+    def decompress(tensor: tf.Tensor, ctx: Any) -> tf.Tensor:
+        return tensor
+
+
+class BrokenBack(hvd.compression.Compressor):
+    @staticmethod
+    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: tf.Tensor, ctx: Any) -> tf.Tensor:
+        raise ValueError("the way back")
+
+
+@pytest.mark.np(2)
+def test_a_call_that_was_made_is_not_taken_back() -> None:
+    """If a rank's own decompression fails, the others have their result, and the next call."""
+    if hvd.rank() == 0:
+        with pytest.raises(ValueError, match="the way back"):
+            hvd.allreduce(tf.ones([2]), compression=BrokenBack)
+    else:
+        hvd.allreduce(tf.ones([2]))
+    assert hvd.allreduce(tf.ones([2]), op=hvd.Sum).numpy().tolist() == [2.0, 2.0]
+    still_works()
 
 
 @pytest.mark.np(3)

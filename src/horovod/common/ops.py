@@ -112,6 +112,19 @@ def reduce_op(op: int | None, average: bool | None) -> ReduceOp:
         raise ValueError(f"op {op!r} is none of {', '.join(ReduceOp.__members__)}") from None
 
 
+def root_number(root: object) -> int:
+    """The root rank as the engine can read it, which judges it.
+
+    Raises:
+        ValueError: no rank could have this number.
+        TypeError: it is no integer.
+    """
+    number = operator.index(root)  # type: ignore[arg-type]
+    if not _FIRST_ROOT <= number <= _LAST_ROOT:
+        raise ValueError(f"there is no rank {number} that could be the root")
+    return number
+
+
 def reject(op: Op, name: str, process_set: int, error: BaseException) -> None:
     """Makes the matching calls of the other ranks fail: this rank's can't be made.
 
@@ -291,9 +304,7 @@ class Call:
             raise HorovodInternalError(
                 f"{self.name}: op must be {names}, not {reduce_op.name}", op=self.name
             )
-        root, prescale, postscale = operator.index(root), float(prescale), float(postscale)
-        if not _FIRST_ROOT <= root <= _LAST_ROOT:
-            raise ValueError(f"there is no rank {root} that could be the root")
+        root, prescale, postscale = root_number(root), float(prescale), float(postscale)
         try:
             ticket = self._engine.submit(
                 self.op.kind,

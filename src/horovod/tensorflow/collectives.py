@@ -11,7 +11,7 @@ is a ``ValueError`` or ``TypeError``; then the matching calls of the other ranks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,7 +21,7 @@ from horovod.common import ops
 from horovod.common.ops import ReduceOp, reduce_op
 from horovod.common.process_sets import ProcessSet, global_process_set, uid_of
 from horovod.tensorflow import calls, names
-from horovod.tensorflow.calls import call
+from horovod.tensorflow.calls import Call
 from horovod.tensorflow.compression import Compression
 from horovod.tensorflow.internals import traced_function, unconverted
 from horovod.tensorflow.native import operators
@@ -32,6 +32,7 @@ from horovod.tensorflow.rows import (
     BROADCAST,
     REDUCESCATTER,
     Arguments,
+    Row,
     Tensors,
     ranks_of,
 )
@@ -100,20 +101,20 @@ def allreduce(
         NotImplementedError: ``IndexedSlices`` with another `op`, or with scale factors.
         tf.errors.OpError: see the module.
     """
-    chosen = reduce_op(op, average)
     number = calls.uid(process_set, "allreduce")
-    scaled = Arguments(chosen, prescale_factor, postscale_factor)
     key = _named(name, ignore_name_scope)
     if isinstance(tensor, tf.IndexedSlices):
-        with _on(device_sparse):
-            return _reduce_slices([tensor], scaled, key, number)[0]
-    with _on(device_dense):
-        return call(ALLREDUCE, [tensor], key, number, arguments=scaled, compression=compression)[0]
+        with Call(ALLGATHER, key, number, grouped=True) as call, _on(device_sparse):
+            scaled = Arguments(reduce_op(op, average), prescale_factor, postscale_factor)
+            return _reduce_slices(call, [tensor], scaled, number)[0]
+    with Call(ALLREDUCE, key, number) as call, _on(device_dense):
+        scaled = Arguments(reduce_op(op, average), prescale_factor, postscale_factor)
+        return call.run([tensor], scaled, compression)[0]
 
 
 @unconverted
 def grouped_allreduce(
-    tensors: Sequence[Any],
+    tensors: Iterable[Any],
     average: bool | None = None,
     device_dense: str = "",
     device_sparse: str = "",
@@ -149,39 +150,38 @@ def grouped_allreduce(
         NotImplementedError: see there.
         tf.errors.OpError: see the module.
     """
-    if not tensors:
-        return list(tensors)
-    chosen = reduce_op(op, average)
     number = calls.uid(process_set, "grouped_allreduce")
-    scaled = Arguments(chosen, prescale_factor, postscale_factor)
     key = _named(name, ignore_name_scope)
-    sparse = [i for i, tensor in enumerate(tensors) if isinstance(tensor, tf.IndexedSlices)]
-    dense = [i for i in range(len(tensors)) if i not in sparse]
-    results = list(tensors)
+    results = _listed(ALLREDUCE, tensors, key, number)
+    sparse = [i for i, tensor in enumerate(results) if isinstance(tensor, tf.IndexedSlices)]
+    dense = [i for i in range(len(results)) if i not in set(sparse)]
     if sparse:
-        with _on(device_sparse):
-            slices = _reduce_slices([tensors[i] for i in sparse], scaled, key, number)
+        with Call(ALLGATHER, key, number, grouped=True) as call, _on(device_sparse):
+            scaled = Arguments(reduce_op(op, average), prescale_factor, postscale_factor)
+            slices = _reduce_slices(call, [results[i] for i in sparse], scaled, number)
         for i, result in zip(sparse, slices, strict=True):
             results[i] = result
     if dense:
-        values = [tensors[i] for i in dense]
-        with _on(device_dense):
-            reduced = call(
-                ALLREDUCE,
-                values,
-                key,
-                number,
-                grouped=True,
-                arguments=scaled,
-                compression=compression,
-            )
+        with Call(ALLREDUCE, key, number, grouped=True) as call, _on(device_dense):
+            scaled = Arguments(reduce_op(op, average), prescale_factor, postscale_factor)
+            reduced = call.run([results[i] for i in dense], scaled, compression)
         for i, result in zip(dense, reduced, strict=True):
             results[i] = result
     return results
 
 
+def _listed(row: Row, tensors: Iterable[Any], name: str | None, process_set: int) -> list[Any]:
+    """What a grouped call was given, as a list of our own; what is none fails on all ranks."""
+    if isinstance(tensors, (list, tuple)):
+        return list(tensors)
+    with Call(row, name, process_set, grouped=True):
+        if isinstance(tensors, (tf.Tensor, tf.Variable)):
+            raise TypeError("a list of tensors is needed, not one of them")
+        return list(tensors)
+
+
 def _reduce_slices(
-    slices: Sequence[tf.IndexedSlices], scaled: Arguments, name: str | None, process_set: int
+    call: Call, slices: Sequence[tf.IndexedSlices], scaled: Arguments, process_set: int
 ) -> list[tf.IndexedSlices]:
     """Gathers all rows: slices of equal index add up. One call, so halves can't be mixed up."""
     if scaled.reduce_op not in (ReduceOp.Average, ReduceOp.Sum):
@@ -192,7 +192,7 @@ def _reduce_slices(
     if scaled.prescale != 1.0 or scaled.postscale != 1.0:
         raise NotImplementedError("IndexedSlices are reduced without scale factors")
     halves = [half for one in slices for half in (one.values, one.indices)]
-    gathered = call(ALLGATHER, halves, name, process_set, grouped=True)
+    gathered = call.run(halves)
     divisor = len(ranks_of(process_set)) if scaled.reduce_op == ReduceOp.Average else 1
     results = []
     for i, one in enumerate(slices):
@@ -237,17 +237,15 @@ def reducescatter(
         tf.errors.OpError: see the module.
     """
     number = calls.uid(process_set, "reducescatter")
-    scaled = Arguments(_mean_or_sum(op), prescale_factor, postscale_factor)
-    with _on(device_dense):
-        key = _named(name, ignore_name_scope)
-        return call(
-            REDUCESCATTER, [tensor], key, number, arguments=scaled, compression=compression
-        )[0]
+    key = _named(name, ignore_name_scope)
+    with Call(REDUCESCATTER, key, number) as call, _on(device_dense):
+        scaled = Arguments(_mean_or_sum(op), prescale_factor, postscale_factor)
+        return call.run([tensor], scaled, compression)[0]
 
 
 @unconverted
 def grouped_reducescatter(
-    tensors: Sequence[Any],
+    tensors: Iterable[Any],
     device_dense: str = "",
     compression: Any = Compression.none,
     op: int = Average,
@@ -273,20 +271,13 @@ def grouped_reducescatter(
         ValueError: the set isn't registered, or `op` is another.
         tf.errors.OpError: see the module.
     """
-    if not tensors:
-        return list(tensors)
     number = calls.uid(process_set, "grouped_reducescatter")
-    scaled = Arguments(_mean_or_sum(op), prescale_factor, postscale_factor)
-    with _on(device_dense):
-        return call(
-            REDUCESCATTER,
-            tensors,
-            None,
-            number,
-            grouped=True,
-            arguments=scaled,
-            compression=compression,
-        )
+    values = _listed(REDUCESCATTER, tensors, None, number)
+    if not values:
+        return values
+    with Call(REDUCESCATTER, None, number, grouped=True) as call, _on(device_dense):
+        scaled = Arguments(_mean_or_sum(op), prescale_factor, postscale_factor)
+        return call.run(values, scaled, compression)
 
 
 def _mean_or_sum(op: int) -> ReduceOp:
@@ -329,12 +320,13 @@ def allgather(
     """
     number = calls.uid(process_set, "allgather")
     key = _named(name, ignore_name_scope)
-    return call(ALLGATHER, [tensor], key, number, check=_check_rows)[0]
+    with Call(ALLGATHER, key, number) as call:
+        return call.run([tensor], check=_check_rows)[0]
 
 
 @unconverted
 def grouped_allgather(
-    tensors: Sequence[Any],
+    tensors: Iterable[Any],
     name: str | None = None,
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
@@ -354,11 +346,13 @@ def grouped_allgather(
         ValueError: the set isn't registered, or a tensor has no dimensions.
         tf.errors.OpError: see the module.
     """
-    if not tensors:
-        return list(tensors)
     number = calls.uid(process_set, "grouped_allgather")
     key = _named(name, ignore_name_scope)
-    return call(ALLGATHER, tensors, key, number, grouped=True, check=_check_rows)
+    values = _listed(ALLGATHER, tensors, key, number)
+    if not values:
+        return values
+    with Call(ALLGATHER, key, number, grouped=True) as call:
+        return call.run(values, check=_check_rows)
 
 
 @unconverted
@@ -387,7 +381,8 @@ def broadcast(
     """
     number = calls.uid(process_set, "broadcast")
     key = _named(name, ignore_name_scope)
-    return call(BROADCAST, [tensor], key, number, arguments=Arguments(root=root_rank))[0]
+    with Call(BROADCAST, key, number) as call:
+        return call.run([tensor], Arguments(root=root_rank))[0]
 
 
 @unconverted
@@ -417,11 +412,21 @@ def alltoall(
         tf.errors.OpError: see the module; also for splits that don't fit.
     """
     number = calls.uid(process_set, "alltoall")
-    equal = splits is None
-    arguments = Arguments(splits=[] if equal else splits)
     key = _named(name, ignore_name_scope)
-    output, received = call(ALLTOALL, [tensor], key, number, arguments=arguments, check=_check_rows)
-    return output if equal else (output, received)
+    with Call(ALLTOALL, key, number) as call:
+        parts = tf.zeros([0], tf.int32) if splits is None else _splits(splits)
+        output, received = call.run([tensor], Arguments(splits=parts), check=_check_rows)
+    return output if splits is None else (output, received)
+
+
+def _splits(splits: Any) -> tf.Tensor:
+    """The user's, as the operator takes them."""
+    parts = tf.convert_to_tensor(splits, dtype_hint=tf.int64)  # which holds any number of rows
+    if parts.dtype not in (tf.int32, tf.int64):
+        raise ValueError(f"splits must be int32 or int64, not {parts.dtype.name}")
+    if parts.shape == [0]:
+        raise ValueError("there are no splits: each rank of the set needs one")
+    return parts
 
 
 @unconverted
@@ -447,14 +452,12 @@ def broadcast_(
         tf.errors.OpError: see the module.
     """
     number = calls.uid(process_set, "broadcast_")
-    for variable in variables:
-        if not hasattr(variable, "assign"):
-            raise ValueError(f"broadcast_: {variable!r} is no variable")
-    arguments = Arguments(root=root_rank)
     values = []
     for i, variable in enumerate(variables):
-        key = None if name is None else f"{name}.{i}"
-        values.append(call(BROADCAST, [variable], key, number, arguments=arguments)[0])
+        with Call(BROADCAST, None if name is None else f"{name}.{i}", number) as call:
+            if not hasattr(variable, "assign"):
+                raise ValueError(f"broadcast_: {variable!r} is no variable")
+            values.append(call.run([variable], Arguments(root=root_rank))[0])
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
     return values
