@@ -237,3 +237,20 @@ def test_graphs_of_tensorflow_1() -> None:
         with tf.compat.v1.Session() as session:
             values = session.run([named, bare, other, gradient], {x: [1.0, hvd.rank()]})
     assert [v.tolist() for v in values] == [[2.0, 1.0], [2.0, 1.0], [1.0, 0.5], [1.0, 1.0]]
+
+
+@pytest.mark.np(2)
+def test_join_comes_after_what_is_before_it() -> None:
+    """Else a rank would have joined before its own calls, which then reduce without the others."""
+
+    @tf.function
+    def step(x: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        before = [hvd.allreduce(x + float(i), op=hvd.Sum) for i in range(20)]
+        last = hvd.join()
+        return tf.add_n(before), last, hvd.allreduce(x, op=hvd.Sum)
+
+    for _ in range(30):
+        before, last, after = step(tf.ones([]))
+        assert before.numpy() == 2 * sum(range(1, 21))
+        assert last.numpy() in (0, 1)
+        assert after.numpy() == 2.0

@@ -174,7 +174,7 @@ def _call(
     if tf.executing_eagerly():
         return make()
     key = f"{process_set}/{name}"
-    with tf.control_dependencies(names.made_before(key)):
+    with tf.control_dependencies([*names.made_before(key), *names.made_before(names.JOIN)]):
         outputs = make()
     names.made(key, outputs[0].op)
     internals.run_independently(outputs[0].op)

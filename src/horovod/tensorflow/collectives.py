@@ -468,7 +468,8 @@ def join() -> tf.Tensor:
     """Says that this rank is out of data, and waits until every rank has said so.
 
     Meanwhile the others' allreduces go on without this rank's terms; Average still divides by the
-    size of the set. All ranks must call it.
+    size of the set. All ranks must call it. In a traced function it comes after the collectives
+    before it and before those after it.
 
     Returns:
         The rank that joined last, an int32 scalar, the same on every rank.
@@ -476,10 +477,13 @@ def join() -> tf.Tensor:
     Raises:
         tf.errors.OpError: see the module.
     """
-    eager = tf.executing_eagerly()
-    last = operators.horovod_join(tensor_name="join.noname", site=names.site(), wait=eager)
-    if eager:
+    if tf.executing_eagerly():
+        last = operators.horovod_join(tensor_name="join.noname", site=names.site(), wait=True)
         ops.renumber()
+        return last
+    with tf.control_dependencies(names.all_made()):
+        last = operators.horovod_join(tensor_name="join.noname", site=names.site(), wait=False)
+    names.made(names.JOIN, last.op)
     return last
 
 

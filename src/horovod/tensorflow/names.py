@@ -70,6 +70,23 @@ def made_before(key: str) -> list[Any]:
     return []
 
 
+def all_made() -> list[Any]:
+    """The operations that a join has to come after, or this rank had joined before its own calls.
+
+    None in graphs of TensorFlow 1, whose operations run if they are asked for.
+    """
+    here = tf.compat.v1.get_default_graph()
+    return [
+        graph.get_operation_by_name(name)
+        for graph in internals.enclosing_graphs(here)
+        if graph.building_function
+        for name in _made.get(graph, {}).values()
+    ]
+
+
+JOIN = "join"  # the key of a join's own operation, which all later calls come after
+
+
 def _remember(text: str) -> int:
     _texts.append(text)
     return len(_texts) - 1

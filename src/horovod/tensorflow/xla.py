@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 
 import tensorflow as tf
 
-from horovod.common import basics
+from horovod.common import basics, ops
 from horovod.tensorflow import internals, names, stablehlo
 from horovod.tensorflow.native import register_with_xla
 from horovod.tensorflow.rows import (
@@ -97,7 +97,7 @@ def call(
         "kind": row.op.kind,
         "set": process_set,
         "op": int(arguments.reduce_op),
-        "root": int(arguments.root),
+        "root": ops.root_number(arguments.root),
         "prescale_bits": bits(arguments.prescale),
         "postscale_bits": bits(arguments.postscale),
     }
