@@ -75,6 +75,7 @@ def main() -> None:
     net.fit(
         train,
         epochs=args.epochs,
+        shuffle=False,  # the data set does it
         verbose=2 if hvd.rank() == 0 else 0,
         callbacks=[
             hvd.callbacks.BroadcastGlobalVariablesCallback(root_rank=0),
