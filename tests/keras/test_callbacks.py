@@ -137,7 +137,7 @@ def test_a_rate_that_is_a_schedule_can_not_be_set() -> None:
 def test_momentum_is_corrected_where_it_can_be() -> None:
     callback = hvd.callbacks.LearningRateScheduleCallback(0.5, 0.5)
     if KERAS3:
-        with pytest.warns(UserWarning, match="momentum"):
+        with pytest.warns(UserWarning, match="pass momentum_correction=False"):
             fit(hvd.DistributedOptimizer(K.optimizers.SGD(1.0, momentum=0.5)), [callback])
         return
     opt = hvd.DistributedOptimizer(K.optimizers.legacy.SGD(1.0, momentum=0.5))

@@ -211,7 +211,7 @@ class LearningRateScheduleCallbackImpl:
         elif momentum:
             warnings.warn(
                 f"{type(optimizer).__name__} keeps its momentum as a number, so it can't be "
-                f"corrected while the learning rate changes: momentum_correction does nothing",
+                f"corrected while the learning rate changes: pass momentum_correction=False",
                 stacklevel=2,
             )
             self.momentum_correction = False
