@@ -61,6 +61,8 @@ def create_distributed_optimizer(
     else:
         from horovod._keras.tf_keras import wrap
     distributed = wrap(optimizer, settings)
+    for model in flavours.models_of(distributed):
+        model.train_function = None  # if it has trained, that was compiled with plain steps
     if name is not None:
         attribute = "name" if hasattr(distributed, "name") else "_name"
         setattr(distributed, attribute, name)

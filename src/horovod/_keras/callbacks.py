@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from horovod._keras import flavours
-from horovod._keras.distributed import Distributed, backend
+from horovod._keras.distributed import backend
 from horovod.common import basics
 
 Logs = MutableMapping[str, Any] | None
@@ -58,16 +58,9 @@ class BroadcastGlobalVariablesCallbackImpl:
         self._local.update(flavours.keys(var))
 
     def on_batch_end(self, batch: int, logs: Logs = None) -> None:
-        """Broadcasts once.
-
-        Raises:
-            RuntimeError: the batch's step didn't reduce, see `Distributed.check_used`.
-        """
+        """Broadcasts once."""
         if self.broadcast_done:
             return
-        optimizer = getattr(self.model, "optimizer", None)
-        if isinstance(optimizer, Distributed):
-            optimizer.check_used()
         variables = [*self.model.variables, *flavours.state_of(self.model)]
         # The variables of a model may be those of its optimizer, too.
         once = {id(flavours.backing(variable)): variable for variable in variables}

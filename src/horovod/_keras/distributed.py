@@ -72,8 +72,6 @@ class State:
         several = settings.backward_passes_per_step > 1
         self.window: Any = self.backend.Window(settings) if several else None
         self.handed_out = False  # reduced gradients, since the last step
-        self.used = False  # to take a step, or to trace one
-        self.steps_before: int | None = None  # those of before it was wrapped
         self.local: list[Any] = []
         self._local_keys: set[Hashable] = set()
 
@@ -92,13 +90,6 @@ class State:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of an optimizer makes a state of its own when it needs one."""
-
-
-def _steps(optimizer: Any, tensors: Any) -> int:
-    """How many steps an optimizer has taken, the one inside of it if there is one."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    count = getattr(inner, "_iterations", None)
-    return 0 if count is None else int(tensors.number(flavours.backing(count)))
 
 
 class Distributed:
@@ -155,30 +146,6 @@ class Distributed:
     def get_weights(self) -> list[Any]:
         """The values of the optimizer's variables, as numpy arrays."""
         return [variable.numpy() for variable in self.variables]
-
-    def finalize_variable_values(self, var_list: Any) -> None:
-        """What Keras calls at the end of ``fit``.
-
-        Raises:
-            RuntimeError: see `check_used`.
-        """
-        self.check_used()
-        super().finalize_variable_values(var_list)  # type: ignore[misc]
-
-    def check_used(self) -> None:
-        """Checks that no step was taken without this class, by what was compiled before.
-
-        Raises:
-            RuntimeError: one was, so that ranks have trained alone.
-        """
-        state = self._horovod
-        before = state.steps_before
-        if not state.used and before is not None and _steps(self, state.backend) > before:
-            raise RuntimeError(
-                "the optimizer has taken steps without reducing gradients: they were compiled "
-                "before it became a DistributedOptimizer. Wrap it before the first step, or call "
-                "the model's compile() again"
-            )
 
     def _done(self, grads: Sequence[Gradient]) -> list[bool]:
         """Which gradients have been reduced, by a tape; asked before a branch renames them."""
@@ -294,8 +261,7 @@ def take_over(optimizer: Any, mixin: Any, settings: Settings) -> Any:
     except TypeError:  # groups of variables can't be looked up: a class for this one alone
         derived = _derived.__wrapped__(mixin, kind, settings)
     object.__setattr__(optimizer, "__class__", derived)
-    state = vars(optimizer)[_STATE] = State(optimizer, settings)
-    state.steps_before = _steps(optimizer, state.backend)
+    vars(optimizer)[_STATE] = State(optimizer, settings)
     return optimizer
 
 

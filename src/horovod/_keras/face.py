@@ -111,8 +111,9 @@ def DistributedOptimizer(
     alike.
 
     The object itself becomes distributed and is returned: what refers to it, such as a compiled
-    model, trains distributed too. Its config and what is saved are those of the plain optimizer, so
-    files open without horovod; `load_model` makes what it loads distributed again.
+    model, trains distributed too. Only a ``tf.function`` of your own that was traced with it before
+    goes on with plain steps, so wrap first. Its config and what is saved are those of the plain
+    optimizer, so files open without horovod; `load_model` makes what it loads distributed again.
 
     Args:
         optimizer: any of Keras 3, on the TensorFlow or PyTorch backend, or of tf-keras, also legacy

@@ -6,6 +6,7 @@ here; asking costs a look at ``sys.modules``.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -86,6 +87,23 @@ def active_backend() -> str:
     """The backend of Keras 3 in this process; TensorFlow where Keras 3 isn't loaded."""
     keras = _loaded("keras")
     return "tensorflow" if keras is None else str(keras.config.backend())
+
+
+def models_of(optimizer: object) -> list[Any]:
+    """The models that were compiled with an optimizer, or with one around it.
+
+    An optimizer doesn't know them, so it is the garbage collector that is asked.
+    """
+    holders = gc.get_referrers(optimizer)
+    holders += [one for each in holders if isinstance(each, dict) for one in gc.get_referrers(each)]
+    models: list[Any] = []
+    for one in {id(one): one for one in holders}.values():
+        if is_layer(one):
+            models += [one] if getattr(one, "optimizer", None) is optimizer else []
+        elif is_keras3_optimizer(one) or is_tf_keras_optimizer(one):
+            around = getattr(one, "inner_optimizer", None) is optimizer
+            models += models_of(one) if around else []
+    return models
 
 
 def state_of(model: Any) -> Sequence[Any]:

@@ -94,7 +94,6 @@ class DistributedKeras3(Distributed):
             ValueError: the optimizer isn't built and gets no variables, or another number of them.
         """
         plain: Callable[..., Any] = super().apply  # type: ignore[misc]
-        self._horovod.used = True
         grads = list(grads)
         given = trainable_variables is not None
         if not (steps_alone() and grads and (given or self.built)):
@@ -112,7 +111,6 @@ class DistributedKeras3(Distributed):
             The variable that counts steps.
         """
         plain: Callable[..., Any] = super().apply_gradients  # type: ignore[misc]
-        self._horovod.used = True
         pairs = list(grads_and_vars)
         if not (steps_alone() and pairs):
             return plain(pairs)

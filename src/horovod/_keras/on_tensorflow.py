@@ -41,7 +41,6 @@ __all__ = [
     "largest",
     "local_gradient",
     "mark_reduced",
-    "number",
     "placed",
     "reducer",
     "reducescatter",
@@ -88,12 +87,6 @@ def check_replicas() -> None:
 
 
 placed = tf.device
-
-
-def number(variable: Any) -> int:
-    """The value of a variable of one number; 0 where a graph would have to be run to know it."""
-    with tf.init_scope():
-        return int(variable.numpy()) if tf.executing_eagerly() else 0
 
 
 def cond(condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:

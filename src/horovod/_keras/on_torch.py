@@ -37,7 +37,6 @@ __all__ = [
     "largest",
     "local_gradient",
     "mark_reduced",
-    "number",
     "placed",
     "reducer",
     "reducescatter",
@@ -144,11 +143,6 @@ def check_replicas() -> None:
 def placed(device: str) -> Any:
     """Nothing: tensors know their device."""
     return nullcontext()
-
-
-def number(variable: Any) -> int:
-    """The value of a variable of one number."""
-    return int(variable.item())
 
 
 def cond(condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:

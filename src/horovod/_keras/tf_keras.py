@@ -100,7 +100,6 @@ class DistributedTfKeras(Distributed):
         gradients up, until the last pass.
         """
         plain: Callable[..., Any] = super().apply_gradients  # type: ignore[misc]
-        self._horovod.used = True
         pairs = list(grads_and_vars)
         if not pairs or not steps_alone():
             return plain(pairs, *args, **kwargs)
