@@ -623,9 +623,32 @@ def _leave_because_of(error: BaseException) -> None:
     world = _runtime.world
     if world is None or _runtime.forked or hasattr(sys, "ps1"):  # a prompt goes on after an error
         return
-    line = traceback.format_exception_only(error)[-1].strip()
-    world.report(_lost_rank(error, world.settings.rank), line, line)
+    line = _words(error)
+    lost = _lost_rank(error, world.settings.rank)
+    if lost is None:
+        lost = _lost_by_engine(world, line)
+    world.report(lost, line, line)
     _end(line, _LAST_WORDS_S, _LAST_WORDS_S)
+
+
+def _words(error: BaseException) -> str:
+    """What the traceback of an exception ends with.
+
+    A framework that carries our error out of a graph puts pages around it: then it is our line.
+    """
+    text = traceback.format_exception_only(error)[-1].strip()
+    kind, _, _ = text.partition(":")
+    ours = [line.strip() for line in text.splitlines()[1:] if "[horovod " in line]
+    return f"{kind}: {ours[0]}" if ours else text
+
+
+def _lost_by_engine(world: _World, text: str) -> int | None:
+    """The rank that the engine lost, if a framework's own exception tells of that."""
+    failure = world.engine.failure()
+    if failure is None:
+        return None
+    _, why, rank = failure
+    return rank if rank not in (-1, world.settings.rank) and why in text else None
 
 
 def _lost_rank(error: BaseException | None, own: int) -> int | None:
