@@ -254,3 +254,20 @@ def test_join_comes_after_what_is_before_it() -> None:
         assert before.numpy() == 2 * sum(range(1, 21))
         assert last.numpy() in (0, 1)
         assert after.numpy() == 2.0
+
+
+@pytest.mark.np(2)
+def test_vectorized_calls_are_refused() -> None:
+    """While they are traced; the loop says the same, and works."""
+    rows = tf.reshape(tf.range(6.0), [3, 2])
+    reduce = lambda row: hvd.allreduce(row, op=hvd.Sum)  # noqa: E731
+    with pytest.raises(ValueError, match=r"tf\.map_fn"):
+        tf.function(lambda: tf.vectorized_map(reduce, rows))()
+    assert tf.reduce_all(tf.function(lambda: tf.map_fn(reduce, rows))() == 2 * rows)
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(rows)
+        total = reduce(rows[0])
+    with pytest.raises(ValueError, match="experimental_use_pfor"):
+        tape.jacobian(total, rows)
+    slopes = tape.jacobian(total, rows, experimental_use_pfor=False)
+    assert slopes[:, 0].numpy().tolist() == [[2.0, 0.0], [0.0, 2.0]]

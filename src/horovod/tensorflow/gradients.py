@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from horovod.common import basics
 from horovod.common.ops import Op, ReduceOp
-from horovod.tensorflow import xla
+from horovod.tensorflow import internals, xla
 from horovod.tensorflow.calls import call
 from horovod.tensorflow.rows import (
     ALLGATHER,
@@ -148,9 +148,10 @@ of_alltoall = _of_operator(ALLTOALL, grouped=False)
 """The gradient of that operator, which programs call by hand."""
 
 for _row in ROWS:
-    tf.RegisterGradient(_row.operator(grouped=False))(_of_operator(_row, grouped=False))
-    if _row.grouped is not None:
-        tf.RegisterGradient(_row.operator(grouped=True))(_of_operator(_row, grouped=True))
+    for _grouped in (False, True) if _row.grouped is not None else (False,):
+        _operator = _row.operator(grouped=_grouped)
+        tf.RegisterGradient(_operator)(_of_operator(_row, grouped=_grouped))
+        internals.never_vectorize(_operator)
 xla.set_gradient(gradient)
 for _operator in (
     "HorovodJoin",

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph
+from tensorflow.python.ops.parallel_for import pfor
 from tensorflow.python.util import tf_stack
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -38,6 +39,20 @@ def run_independently(operation: Any) -> None:
     manager = getattr(operation.graph, "experimental_acd_manager", None)
     if manager is not None:
         manager.run_independently(operation)
+
+
+def never_vectorize(operator: str) -> None:
+    """Makes `tf.vectorized_map`, and jacobians by way of it, fail while they trace the operator.
+
+    Without this TensorFlow would make a loop, and run the operator once more outside of it.
+    """
+
+    @pfor.RegisterPFor(operator)
+    def refuse(_: Any) -> None:
+        raise ValueError(
+            f"{operator} can't be vectorized: use tf.map_fn in place of tf.vectorized_map, and "
+            "experimental_use_pfor=False for jacobians"
+        )
 
 
 def enclosing_graphs(graph: Any) -> Iterator[Any]:
