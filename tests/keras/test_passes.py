@@ -157,6 +157,36 @@ def test_a_variable_without_a_gradient_has_none_in_the_window() -> None:
 
 
 @pytest.mark.np(2)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
+@pytest.mark.parametrize("given", [True, False], ids=["no_gradient", "not_given"])
+def test_a_variable_rests_in_a_window_without_its_gradients(compiled: bool, given: bool) -> None:
+    """As a layer that was frozen: its momentum mustn't move it."""
+    opt, plain = (K.optimizers.SGD(0.1, momentum=0.9) for _ in range(2))
+    hvd.DistributedOptimizer(opt, backward_passes_per_step=2, average_aggregated_gradients=True)
+    of, reference = small.variables(*SHAPES), small.variables(*SHAPES)
+    opt.build(of)
+    plain.build(reference)
+
+    def only_one(optimizer: Any, these: list[Any]) -> Any:
+        def step(grad: Any) -> None:
+            pairs = [(None, these[0]), (grad, these[1])] if given else [(grad, these[1])]
+            optimizer.apply_gradients(pairs)
+
+        return tf.function(step) if compiled else step
+
+    both, one, both_plain = apply(opt, of, compiled), only_one(opt, of), apply(plain, reference)
+    one_plain = only_one(plain, reference)
+    for window in range(4):
+        for number in (2 * window, 2 * window + 1):
+            grads = small.gradients(of, number, hvd.rank())
+            both(*grads) if window % 3 == 0 else one(grads[1])
+        mean = mean_of_window(of, window, 2)
+        both_plain(*mean) if window % 3 == 0 else one_plain(mean[1])
+        small.equal(small.weights(of), small.weights(reference))
+    small.same_everywhere(small.weights(of))
+
+
+@pytest.mark.np(2)
 def test_slices_need_to_be_allowed_to_become_dense() -> None:
     of = small.variables((4, 2))
     slices = tf.IndexedSlices(tf.ones((2, 2), tf.float64), tf.constant([1, 1]), tf.constant([4, 2]))

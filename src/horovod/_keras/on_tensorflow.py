@@ -47,6 +47,7 @@ __all__ = [
 ]
 
 Gradient = Any  # a tensor, IndexedSlices, or None where there is none
+Close = Callable[[list[Any], list[Any]], Any]
 
 
 def reducer(name: str, settings: Settings) -> Callable[..., list[Gradient]]:
@@ -109,6 +110,8 @@ class Window:
         self._average = settings.average_aggregated_gradients
         self._sparse_as_dense = settings.sparse_as_dense
         self._sums: dict[int, tuple[Any, tf.Variable]] = {}  # by id: (variable, its sum)
+        # Which variables have had gradients in one pass, and whether in a pass of this window.
+        self._together: dict[frozenset[int], tf.Variable] = {}
         with tf.init_scope():
             self.counter = tf.Variable(0, dtype=tf.int64, trainable=False, name="passes")
 
@@ -121,7 +124,7 @@ class Window:
         self,
         grads: Sequence[Gradient],
         variables: Sequence[Any],
-        close: Callable[[list[Any], list[Any]], Any],
+        close: Close,
     ) -> None:
         """Adds the gradients of a pass; the last one of a window calls ``close`` and starts anew.
 
@@ -144,8 +147,14 @@ class Window:
         for grad, variable in zip(grads, variables, strict=True):
             if grad is not None:
                 self._sum_of(variable, grad).assign_add(self._dense(grad))
+        pairs = zip(grads, variables, strict=True)
+        present = frozenset(id(variable) for grad, variable in pairs if grad is not None)
+        if present not in self._together:
+            with tf.init_scope():
+                self._together[present] = tf.Variable(False, trainable=False, name="together")
+        self._together[present].assign(True)
         last = tf.equal(self.counter.assign_add(1), self._passes)
-        tf.cond(last, lambda: self._end(list(variables), close), tf.no_op)
+        tf.cond(last, lambda: self._end(present, list(variables), close), tf.no_op)
 
     def _dense(self, grad: Gradient) -> Any:
         if isinstance(grad, tf.IndexedSlices) and not self._sparse_as_dense:
@@ -164,20 +173,46 @@ class Window:
                 self._sums[key] = variable, tf.Variable(zeros, trainable=False, name="sum")
         return self._sums[key][1]
 
-    def _end(self, variables: list[Any], close: Callable[[list[Any], list[Any]], Any]) -> Any:
+    def _end(self, present: frozenset[int], variables: list[Any], close: Close) -> Any:
         """Closes the window. What had gradients in an earlier pass only is part of it, too."""
-        known = {id(variable) for variable in variables}
-        earlier = [variable for key, (variable, _) in self._sums.items() if key not in known]
-        variables = [*variables, *earlier]
-        totals: list[Any] = []
-        for variable in variables:
-            _, kept = self._sums.get(id(variable), (None, None))
-            total = None if kept is None else tf.convert_to_tensor(kept)
-            totals.append(total / self._passes if self._average and total is not None else total)
-        close(totals, variables)
+        earlier = [item for item in self._together.items() if not item[0] <= present]
+        self._close(present, earlier, variables, close)
         for kept in self.locally_aggregated_grads:
             kept.assign(tf.zeros_like(kept))  # not kept - kept: that would keep infinities
+        for flag in self._together.values():
+            flag.assign(False)
         self.counter.assign(0)
+        return tf.no_op()
+
+    def _close(
+        self,
+        present: frozenset[int],
+        maybe: list[tuple[frozenset[int], tf.Variable]],
+        variables: list[Any],
+        close: Close,
+    ) -> Any:
+        """Closes with what had gradients in this window: no others, a zero moves them, too.
+
+        Which that is may depend on what other traced functions did, so each case is a branch.
+        """
+        if maybe:
+            (those, flag), *rest = maybe
+            tf.cond(
+                flag,
+                lambda: self._close(present | those, rest, variables, close),
+                lambda: self._close(present, rest, variables, close),
+            )
+            return tf.no_op()
+        known = {id(variable) for variable in variables}
+        more = [one for key, (one, _) in self._sums.items() if key in present - known]
+        totals: list[Any] = []
+        for variable in [*variables, *more]:
+            total = None
+            if id(variable) in present:
+                total = tf.convert_to_tensor(self._sums[id(variable)][1])
+                total = total / self._passes if self._average else total
+            totals.append(total)
+        close(totals, [*variables, *more])
         return tf.no_op()
 
 
