@@ -79,6 +79,22 @@ def test_broadcast_called_by_hand() -> None:
 
 
 @pytest.mark.np(2)
+def test_a_callback_that_is_used_again_broadcasts_what_is_new() -> None:
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    layer = K.layers.Dense(4, dtype="float64")
+    for _ in range(2):  # the second time with a new head and optimizer
+        model = K.Sequential([K.Input((3,), dtype="float64"), layer, K.layers.Dense(1)])
+        model.layers[-1].set_weights([one + hvd.rank() for one in model.layers[-1].get_weights()])
+        fit(hvd.DistributedOptimizer(K.optimizers.Adam(0.1)), [callback], model=model)
+        small.same_everywhere(small.weights(model))
+    with_own = layer.get_weights()[0] + hvd.rank()
+    layer.set_weights([with_own, *layer.get_weights()[1:]])
+    callback.on_train_begin()
+    callback.on_batch_end(0)
+    small.equal(layer.get_weights()[0], with_own)
+
+
+@pytest.mark.np(2)
 def test_metrics_are_averaged_for_those_after() -> None:
     logs: Any = {"loss": 1.0 + hvd.rank(), "accuracy": np.float32(hvd.rank())}
     callback = hvd.callbacks.MetricAverageCallback()

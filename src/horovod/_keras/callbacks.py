@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
@@ -24,6 +25,8 @@ class BroadcastGlobalVariablesCallbackImpl:
     """Gives all ranks the variables of one, after the first batch, when the optimizer has its own.
 
     That step is taken with weights that may differ, and then overwritten. All ranks must have it.
+    In a later ``fit`` it does so with variables that are new: of another model or optimizer, or of
+    a layer that got more.
 
     Args:
         root_rank: global rank of the one whose variables count.
@@ -41,6 +44,7 @@ class BroadcastGlobalVariablesCallbackImpl:
         self.root_rank = root_rank
         self.device = device
         self.broadcast_done = False
+        self._given: dict[int, weakref.ref[Any]] = {}  # what was broadcast, by id
         self._local: set[Any] = set()
         if local_variables is not None:
             several = isinstance(local_variables, (list, tuple, set))
@@ -57,17 +61,28 @@ class BroadcastGlobalVariablesCallbackImpl:
             raise ValueError(f"local_variables must be variables; {var!r} is none")
         self._local.update(flavours.keys(var))
 
+    def on_train_begin(self, logs: Logs = None) -> None:
+        """Looks for new variables again, at the end of the first batch."""
+        self.broadcast_done = False
+
     def on_batch_end(self, batch: int, logs: Logs = None) -> None:
-        """Broadcasts once."""
+        """Broadcasts once, and only what it hasn't before."""
         if self.broadcast_done:
             return
         variables = [*self.model.variables, *flavours.state_of(self.model)]
         # The variables of a model may be those of its optimizer, too.
         once = {id(flavours.backing(variable)): variable for variable in variables}
-        kept = [one for one in once.values() if self._local.isdisjoint(flavours.keys(one))]
+        kept = [
+            one
+            for key, one in once.items()
+            if self._local.isdisjoint(flavours.keys(one))
+            and (key not in self._given or self._given[key]() is not flavours.backing(one))
+        ]
         tensors = backend(flavours.backend_of(getattr(self.model, "optimizer", None)))
         with tensors.placed(self.device):
             tensors.broadcast_variables(kept, self.root_rank)
+        for backing in map(flavours.backing, kept):
+            self._given[id(backing)] = weakref.ref(backing)
         self.broadcast_done = True
 
 
