@@ -65,6 +65,12 @@ Status Doorway::run(LocalCallPtr call, const std::string& site) noexcept {
   return status_of([&]() -> Status {
     const auto engine = this->engine();
     if (engine == nullptr) return closed();
+    if (engine->in_callback()) {
+      return {ErrorKind::Resource,
+              "a call that blocks was made by the thread that just ended another one, and nobody "
+              "else would carry it on: give the program's graphs threads of their own",
+              -1};
+    }
     const int64_t handle = engine->submit(std::move(call), site_number(*engine, site));
     while (!engine->wait(handle, std::chrono::hours(1))) {
     }

@@ -18,8 +18,8 @@ class Door {
   // Hands the call to the engine and returns; `when_done` must be set, and runs unless the status
   // is an error. `site` is the place in the program that made the call, or empty.
   virtual Status submit(LocalCallPtr call, const std::string& site) noexcept = 0;
-  // Hands the call over and drives the engine until it is done; what became of it. Must not be
-  // used inside a `when_done`, whose thread drives already.
+  // Hands the call over and drives the engine until it is done; what became of it. An error inside
+  // a `when_done`, whose thread drives already.
   virtual Status run(LocalCallPtr call, const std::string& site) noexcept = 0;
   // Lets the members that make the matching call fail too: this rank's can't be made.
   virtual void reject(Reject reject) noexcept = 0;

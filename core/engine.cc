@@ -379,10 +379,12 @@ void Engine::deliver() {
   }
   if (waiters_ > 0) waiters_cv_.notify_all();
   lock.unlock();
+  in_callback_.store(std::this_thread::get_id(), std::memory_order_relaxed);
   for (const LocalCallPtr& call : completed) {
     // Whoever is told may hold what owns the call: it lets go here, where nothing is locked.
     if (const auto when_done = std::move(call->when_done)) when_done(*call);
   }
+  in_callback_.store({}, std::memory_order_relaxed);
 }
 
 bool Engine::quiet() {

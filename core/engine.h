@@ -62,6 +62,11 @@ class Engine {
   bool wait(int64_t handle, Duration timeout);      // whether it is done; drives
   std::shared_ptr<LocalCall> take(int64_t handle);  // of a done handle, which is forgotten
 
+  // Whether this thread runs a `when_done` of this engine's, in which wait() would never return.
+  bool in_callback() const {
+    return in_callback_.load(std::memory_order_relaxed) == std::this_thread::get_id();
+  }
+
   // Without a reason: in good order, after everything that was agreed has run. With one: at once,
   // and every peer's calls fail with it. Afterwards nothing but take(), poll() and wait() works.
   // Idempotent.
@@ -159,8 +164,9 @@ class Engine {
   bool shut_down_ = false;
 
   std::atomic<bool> abandoned_{false};
-  std::atomic<bool> closing_{false};  // shutdown() drives, nobody else
-  std::mutex shutdown_;               // one at a time
+  std::atomic<bool> closing_{false};            // shutdown() drives, nobody else
+  std::atomic<std::thread::id> in_callback_{};  // the driver while it runs a `when_done`
+  std::mutex shutdown_;                         // one at a time
   std::thread thread_;
 };
 

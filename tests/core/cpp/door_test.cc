@@ -181,7 +181,7 @@ void test_closed_door() {
   Doorway door;
   Job job = make_job({.name = "x", .counts = {3}}, 0, 1);
   CHECK(door.run(job.call, "").kind == ErrorKind::Shutdown);
-  bool called = false;
+  std::atomic<bool> called{false};
   job.call->when_done = [&](LocalCall&) { called = true; };
   CHECK(door.submit(job.call, "").kind == ErrorKind::Shutdown);
   CHECK(!called);
@@ -195,6 +195,19 @@ void test_closed_door() {
   CHECK(open->members(9).empty());
   open->warn("heard");
   CHECK_EQ(world[0].take_messages().size(), size_t{1});
+  // Nor may a callback wait.
+  Job first = make_job({.name = "first", .counts = {3}}, 0, 1);
+  Job second = make_job({.name = "second", .counts = {3}}, 0, 1);
+  std::atomic<bool> refused{false};
+  first.call->when_done = [&](LocalCall&) {
+    refused = open->run(second.call, "").kind == ErrorKind::Resource;
+    called = true;
+  };
+  CHECK(open->submit(first.call, "").ok());
+  wait_for([&] { return called.load(); });
+  CHECK(refused);
+  CHECK(open->run(second.call, "").ok());
+  called = false;
   // A call that is wrong by itself is refused at once, and its callback never runs.
   Job wrong = make_job({.name = "x", .counts = {3}, .set = 9}, 0, 1);
   wrong.call->when_done = [&](LocalCall&) { called = true; };
