@@ -74,7 +74,6 @@ using InferShapes = void (*)(TF_ShapeInferenceContext*, TF_Status*);
   X(int, TF_TensorType, (const TF_Tensor*)) \
   X(int, TF_NumDims, (const TF_Tensor*)) \
   X(int64_t, TF_Dim, (const TF_Tensor*, int)) \
-  X(size_t, TF_TensorByteSize, (const TF_Tensor*)) \
   X(void*, TF_TensorData, (const TF_Tensor*))
 // clang-format on
 
