@@ -414,7 +414,7 @@ def test_a_rank_that_is_late_changes_nothing() -> None:
 
 
 @pytest.mark.np(2)
-def test_a_gradient_that_only_one_rank_has_is_named() -> None:
+def test_gradients_whose_shapes_differ_are_named() -> None:
     shape = [2] if hvd.rank() == 0 else [3]
     w = tf.Variable(tf.ones(shape), name="w")
     with tf.GradientTape() as tape:
