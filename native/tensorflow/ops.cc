@@ -269,6 +269,11 @@ void compute_number(void* kernel, TF_OpKernelContext* context) {
     return tf.TF_OpKernelContext_Failure(context, report);
   }
   const int32_t value = it.row->number(it.set);
+  if (value == 0 && it.row->number == set_size) {
+    report.set(kInvalidArgument, std::string(it.row->name) + ": there is no process set " +
+                                     std::to_string(it.set) + " (was it removed?)");
+    return tf.TF_OpKernelContext_Failure(context, report);
+  }
   const TensorRef output(
       tf.TF_AllocateOutput(context, 0, kInt32, nullptr, 0, sizeof value, report));
   if (!report.ok()) return tf.TF_OpKernelContext_Failure(context, report);

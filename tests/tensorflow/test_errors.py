@@ -207,7 +207,11 @@ def test_outsiders_and_removed_sets(mode: str) -> None:
         assert run(mode, call).numpy().tolist() == [2.0, 2.0]
     traced = tf.function(call)
     traced.get_concrete_function()
+    size = tf.function(lambda number=pair.process_set_id: hvd.size_op(number))
+    assert size().numpy() == 2
     assert hvd.remove_process_set(pair)
+    with pytest.raises(errors.InvalidArgumentError, match="no process set"):
+        size()
     with pytest.raises(ValueError, match="not registered"):
         run(mode, call)
     with pytest.raises(errors.InvalidArgumentError, match="no process set"):

@@ -514,7 +514,12 @@ _NO_SET = (1 << 32) - 1  # a number that no set ever gets
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """How many ranks the set has when this runs, an int32 scalar."""
+    """How many ranks the set has when this runs, an int32 scalar.
+
+    Raises:
+        ValueError: no set has this id now.
+        tf.errors.OpError: there is no such set, or no engine, when this runs.
+    """
     return operators.horovod_size(process_set_id=uid_of(process_set_id), name=name)
 
 
