@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,44 @@ def test_gradients_that_were_changed_after_compute_gradients(op: Any) -> None:
     else:
         opt.apply_gradients(halves)
         small.equal(before - small.weights(of), 0.75)
+
+
+@pytest.mark.np(2)
+def test_optimizers_with_names_in_functions_of_one_name() -> None:
+    """Ranks take the two in different orders."""
+    made = []
+    for name in ("first", "second"):
+        opt, of = distributed(name=name), small.variables((3,))
+        opt.build(of)
+        made.append((opt, of))
+
+    def steps(place: int) -> Any:
+        opt, of = made[place]
+        late = place == hvd.rank()
+
+        @tf.function
+        def step(grad: Any) -> None:
+            if late:
+                (grad,) = tf.numpy_function(
+                    lambda one: (time.sleep(0.2), one)[1:], [grad], [grad.dtype]
+                )
+                grad.set_shape((3,))
+            opt.apply_gradients([(grad, of[0])])
+
+        return step
+
+    first, second = steps(0), steps(1)
+
+    @tf.function
+    def both(grad: Any) -> None:
+        first(grad)
+        second(2 * grad)
+
+    both(small.gradients(made[0][1], 0, hvd.rank())[0])
+    mean = np.asarray(small.mean_gradients(made[0][1], 0)[0])
+    for place, (_, of) in enumerate(made):
+        start = small.weights(small.variables((3,)))
+        small.equal(start - small.weights(of), 0.1 * (place + 1) * mean, TOLERANCE)
 
 
 STRATEGIES = """

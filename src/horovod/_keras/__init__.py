@@ -38,6 +38,7 @@ def create_distributed_optimizer(
     See `horovod._keras.face.DistributedOptimizer` for the arguments and errors.
     """
     settings = checked(
+        name=name,
         device_dense=device_dense,
         device_sparse=device_sparse,
         compression=compression,

@@ -68,7 +68,10 @@ class State:
         self.owner = id(optimizer)
         self.settings = settings
         self.backend = backend(flavours.backend_of(optimizer))
-        self.reduce = self.backend.reducer(f"Distributed{type(optimizer).__name__}", settings)
+        calls = f"Distributed{type(optimizer).__name__}"
+        if settings.name is not None:
+            calls += f".{settings.name}"
+        self.reduce = self.backend.reducer(calls, settings)
         several = settings.backward_passes_per_step > 1
         self.window: Any = self.backend.Window(settings) if several else None
         self.handed_out = False  # reduced gradients, since the last step

@@ -118,7 +118,8 @@ def DistributedOptimizer(
     Args:
         optimizer: any of Keras 3, on the TensorFlow or PyTorch backend, or of tf-keras, also legacy
             ones and LossScaleOptimizer.
-        name: the optimizer's name from here on; by default it keeps its own.
+        name: the optimizer's name from here on, and part of its calls' names; by default it keeps
+            its own. Optimizers of one class in several traced functions of one name need it.
         device_dense: where TensorFlow reduces dense gradients; empty for its own choice.
         device_sparse: the same for IndexedSlices.
         compression: what is done to gradients for the way, see `Compression`.

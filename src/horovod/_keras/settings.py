@@ -15,6 +15,7 @@ from horovod.common.process_sets import ProcessSet
 class Settings:
     """The arguments of ``DistributedOptimizer``, checked."""
 
+    name: str | None
     device_dense: str
     device_sparse: str
     compression: Any
