@@ -136,6 +136,36 @@ def test_a_function_called_twice_in_a_step() -> None:
         assert (one.numpy(), ten.numpy(), own.numpy()) == (3.0, 30.0, 3.0)
 
 
+class Model:
+    """One of several with a method of one name; its variable is its own."""
+
+    def __init__(self) -> None:
+        self.weight = tf.Variable(0.0)
+
+    @tf.function
+    def step(self, x: tf.Tensor, late: bool) -> tf.Tensor:
+        if late:
+            for _ in range(20):
+                x = tf.reduce_sum(tf.linalg.matmul(tf.fill([200, 200], x), tf.eye(200))) / 40000.0
+        self.weight.assign(hvd.allreduce(x, op=hvd.Sum))
+        return self.weight.read_value()
+
+
+@pytest.mark.np(2)
+def test_functions_of_one_name_in_one_step() -> None:
+    """They share no variable, and each is late on another rank: still none meets the other."""
+    one, other = Model(), Model()
+
+    @tf.function
+    def both(x: tf.Tensor) -> Any:
+        return one.step(x, hvd.rank() == 1), other.step(-x, hvd.rank() == 0)
+
+    for k in range(1, 30):
+        mine, its = both(tf.constant(float(k)))
+        assert mine.numpy() == pytest.approx(2.0 * k, rel=1e-3)
+        assert its.numpy() == pytest.approx(-2.0 * k, rel=1e-3)
+
+
 @pytest.mark.np(2)
 def test_nothing_is_folded_merged_or_dropped() -> None:
     counts = []

@@ -41,6 +41,28 @@ def run_independently(operation: Any) -> None:
         manager.run_independently(operation)
 
 
+def take_turns(graph: Any) -> None:
+    """Lets a traced function that calls this run one after the other with any that does as well.
+
+    TensorFlow orders calls of functions by the variables that they write, so each of these writes
+    one. What is in a function isn't ordered by it. Without the manager nothing is ordered anyway.
+    """
+    if getattr(graph, "experimental_acd_manager", None) is None:
+        return
+    with tf.init_scope():
+        if not tf.executing_eagerly():
+            return
+        if not _turn:
+            with tf.device("/CPU:0"):  # a bare one, which a tf.distribute strategy doesn't copy
+                turn = tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=[], shared_name="horovod_turn")
+                tf.raw_ops.AssignVariableOp(resource=turn, value=tf.constant(0, tf.int64))
+            _turn.append(turn)
+    tf.raw_ops.AssignAddVariableOp(resource=_turn[0], value=tf.constant(0, tf.int64))
+
+
+_turn: list[tf.Tensor] = []
+
+
 def never_vectorize(operator: str) -> None:
     """Makes `tf.vectorized_map`, and jacobians by way of it, fail while they trace the operator.
 

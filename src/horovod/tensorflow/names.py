@@ -58,6 +58,9 @@ _made: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionar
 
 def made(key: str, operation: Any) -> None:
     """Remembers that an operation makes a call of this name and process set."""
+    if operation.graph not in _made:
+        # Functions of one name have calls of the same names, so those of two never overlap.
+        internals.take_turns(operation.graph)
     _made.setdefault(operation.graph, {})[key] = operation.name
 
 
