@@ -103,7 +103,7 @@ def test_metadata(metadata: importlib.metadata.PackageMetadata) -> None:
     assert metadata["Name"] == "horovod"
     assert metadata["Requires-Python"] == ">=3.10"
     assert metadata["License-Expression"] == "Apache-2.0"
-    extras = {"torch", "demo", "test", "docs", "dev"}
+    extras = {"torch", "tensorflow", "keras", "tf-keras", "demo", "test", "docs", "dev"}
     assert set(metadata.get_all("Provides-Extra") or []) == extras
     required = [r for r in metadata.get_all("Requires-Dist") or [] if "extra ==" not in r]
     names = {re.split(r"[^\w-]", r)[0].lower() for r in required}

@@ -51,7 +51,7 @@ assert (odd.process_set_id, odd.ranks, odd.size()) == (1, [0, 2], 2)
 assert odd.included() == (me != 1)
 if me != 1:
     assert odd.rank() == me // 2
-    assert allreduce(1.0 + me, "x", 1) == 4.0
+    assert allreduce(1.0 + me, "x", odd.uid) == 4.0
 else:
     try:
         odd.rank()
@@ -115,7 +115,7 @@ assert (a.process_set_id, b.process_set_id) == (1, 2)
 one_more = P.ProcessSet([0])
 basics.init(process_sets=[one_more])
 assert one_more.process_set_id == 1
-assert allreduce(3.0, "x", 1 + basics.rank()) == 3.0
+assert allreduce(3.0, "x", (a.uid, b.uid)[basics.rank()]) == 3.0
 basics.shutdown()
 assert (a.process_set_id, b.process_set_id, one_more.process_set_id) == (None, None, None)
 basics.init(process_sets="Dynamic")

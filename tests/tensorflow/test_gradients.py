@@ -115,3 +115,20 @@ def test_what_has_no_gradient() -> None:
         whole, real = hvd.grouped_allreduce([tf.constant([1, 2]), x], op=hvd.Sum)
         y = tf.reduce_sum(real) * tf.cast(whole[0], tf.float32)
     assert tape.gradient(y, x).numpy().tolist() == [4.0]
+
+
+@pytest.mark.np(2)
+def test_through_loops_and_branches() -> None:
+    @tf.function
+    def gradient(x: tf.Tensor) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = x
+            for _ in tf.range(3):
+                y = hvd.allreduce(y * 2.0, op=hvd.Sum)
+            y = hvd.allreduce(y, op=hvd.Sum) if tf.reduce_sum(x) > 0.0 else y
+        return tape.gradient(y, x)
+
+    factor = (2.0 * hvd.size()) ** 3 * hvd.size()
+    assert gradient(tf.constant(1.0)).numpy() == factor
+    assert gradient(tf.constant(-1.0)).numpy() == factor / hvd.size()

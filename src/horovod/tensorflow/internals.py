@@ -42,10 +42,13 @@ def run_independently(operation: Any) -> None:
 
 
 def take_turns(graph: Any) -> None:
-    """Lets a traced function that calls this run one after the other with any that does as well.
+    """Lets a function that is being traced run one after the other with all of which this is said.
 
     TensorFlow orders calls of functions by the variables that they write, so each of these writes
     one. What is in a function isn't ordered by it. Without the manager nothing is ordered anyway.
+
+    Args:
+        graph: the function's, and not that of a branch or a loop, whose gradients can't have this.
     """
     if getattr(graph, "experimental_acd_manager", None) is None:
         return
@@ -57,7 +60,8 @@ def take_turns(graph: Any) -> None:
                 turn = tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=[], shared_name="horovod_turn")
                 tf.raw_ops.AssignVariableOp(resource=turn, value=tf.constant(0, tf.int64))
             _turn.append(turn)
-    tf.raw_ops.AssignAddVariableOp(resource=_turn[0], value=tf.constant(0, tf.int64))
+    with graph.as_default():
+        tf.raw_ops.AssignAddVariableOp(resource=_turn[0], value=tf.constant(0, tf.int64))
 
 
 _turn: list[tf.Tensor] = []

@@ -56,11 +56,16 @@ def _next_name(process_set: int) -> str:
 _made: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
 
 
+_taking_turns: weakref.WeakSet[Any] = weakref.WeakSet()  # graphs of functions
+
+
 def made(key: str, operation: Any) -> None:
     """Remembers that an operation makes a call of this name and process set."""
-    if operation.graph not in _made:
+    function = internals.traced_function(operation.graph)
+    if function not in _taking_turns:
         # Functions of one name have calls of the same names, so those of two never overlap.
-        internals.take_turns(operation.graph)
+        _taking_turns.add(function)
+        internals.take_turns(function)
     _made.setdefault(operation.graph, {})[key] = operation.name
 
 
