@@ -311,6 +311,20 @@ for K in (keras, tf_keras):
                 raise SystemExit(f"{K.__name__}: not refused")
     early.apply_gradients([(tf.constant(1.0), variable)])
     assert float(variable.numpy()) == 0.0
+
+one = tf.distribute.MirroredStrategy(["cpu:0"])
+for how, refused in (({}, False), ({"op": hvd.Sum}, True), ({"backward_passes_per_step": 2}, True)):
+    with one.scope():
+        variable = keras.Variable(1.0)
+        inner = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), **how)
+        scaled = keras.optimizers.LossScaleOptimizer(inner, initial_scale=1.0)
+        scaled.build([variable])
+        try:
+            one.run(lambda: scaled.apply_gradients([(tf.constant(1.0), variable)]))
+        except ValueError as error:
+            assert refused and "strategy" in str(error), error
+        else:
+            assert not refused, how
 """
 
 

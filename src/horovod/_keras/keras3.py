@@ -119,6 +119,8 @@ class DistributedKeras3(Distributed):
         return self._iterations
 
     def _take(self, grads: list[Gradient], variables: list[Any], apply: Callable[..., Any]) -> None:
+        if isinstance(getattr(self, "inner_optimizer", None), Distributed):
+            self._horovod.backend.check_nesting(self._horovod_settings)
         if self.gradient_accumulation_steps:
             self._accumulate(grads, variables, apply)
         else:

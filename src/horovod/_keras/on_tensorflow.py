@@ -34,6 +34,7 @@ __all__ = [
     "broadcast",
     "broadcast_global_variables",
     "broadcast_variables",
+    "check_nesting",
     "check_replicas",
     "cond",
     "densified",
@@ -84,6 +85,24 @@ def check_replicas() -> None:
             f"a DistributedOptimizer can't train under a tf.distribute strategy with {replicas} "
             f"replicas: each would reduce by itself. Run one process a device instead, without a "
             f"strategy, as `horovodrun -np {basics.size() * replicas}` does"
+        )
+
+
+def check_nesting(settings: Settings) -> None:
+    """Refuses a distributed optimizer around another one inside of a strategy.
+
+    A strategy may run the one inside on another thread, where it can't see that the gradients were
+    reduced. To average them again does no harm, but a sum or a window is taken twice.
+
+    Raises:
+        ValueError: there is a strategy, and it would.
+    """
+    again = settings.op != ReduceOp.Average or settings.backward_passes_per_step > 1
+    if again and tf.distribute.has_strategy():
+        raise ValueError(
+            "a LossScaleOptimizer around a DistributedOptimizer with op=Sum or several passes a "
+            "step can't train under a tf.distribute strategy: distribute the LossScaleOptimizer "
+            "instead, or leave the strategy out"
         )
 
 

@@ -30,6 +30,7 @@ __all__ = [
     "broadcast",
     "broadcast_global_variables",
     "broadcast_variables",
+    "check_nesting",
     "check_replicas",
     "cond",
     "densified",
@@ -138,6 +139,10 @@ def mark_reduced(grads: Iterable[Gradient]) -> None:
 
 def check_replicas() -> None:
     """Nothing to refuse: each process has one replica."""
+
+
+def check_nesting(settings: Settings) -> None:
+    """Nothing to refuse: there are no strategies."""
 
 
 def placed(device: str) -> Any:
