@@ -56,6 +56,12 @@ TENSORFLOW = [
     ["keras"],
     ["optimizer"],
 ]
+BENCH = [
+    ["points", "limit"],
+    ["worker"],
+    ["report"],
+    ["command"],
+]
 KERAS = [
     ["flavours", "settings"],
     ["on_tensorflow", "on_torch"],
@@ -63,7 +69,7 @@ KERAS = [
     ["callbacks", "keras3", "tf_keras"],
     ["face", "loading"],
 ]
-ROWS = {"common": COMMON, "torch": TORCH, "tensorflow": TENSORFLOW, "_keras": KERAS}
+ROWS = {"common": COMMON, "torch": TORCH, "tensorflow": TENSORFLOW, "_keras": KERAS, "bench": BENCH}
 # data is for all frameworks; _keras is what the faces for tf.keras and keras share
 ADAPTERS = {"torch", "tensorflow", "_keras", "keras", "jax", "numpy", "data"}
 ADAPTER_EXCEPTIONS = {
@@ -73,8 +79,9 @@ ADAPTER_EXCEPTIONS = {
     ("_keras", "tensorflow"),  # from on_tensorflow
     ("_keras", "torch"),  # from on_torch
 }
+AREAS = {"common", "runner", "bench", *ADAPTERS}
 RUNNER_MAY_IMPORT = {"exceptions", "config", "store"}
-CORE_OWNERS = {"common.basics", "common.mpi"}
+CORE_OWNERS = {"common.basics", "common.mpi", "bench.limit"}
 READS_ENVIRONMENT = {"common.config", "common.basics", "common.util"}
 FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "jaxlib", "numpy", "mxnet"}
 THIRD_PARTY = {
@@ -195,8 +202,7 @@ def owned(target: str, modules: Mapping[str, str]) -> str | None:
         for candidate in (name, f"{name}.__init__"):
             if candidate in modules:
                 return candidate
-    areas = {"common", "runner", *ADAPTERS}
-    return ".".join(parts[1:3]) if parts[1:] and parts[1] in areas else "__init__"
+    return ".".join(parts[1:3]) if parts[1:] and parts[1] in AREAS else "__init__"
 
 
 def python_breaches(modules: Mapping[str, str]) -> list[str]:
@@ -242,6 +248,14 @@ def python_breaches(modules: Mapping[str, str]) -> list[str]:
             if ours == "common.__init__":
                 return None
             return f"imports {ours}; runner knows only {sorted(RUNNER_MAY_IMPORT)} of common"
+        if area == "__main__":
+            return None if to_area in {"runner", "bench"} else f"imports {ours}"
+        if area == "bench":
+            if to_area == "runner":
+                return None if name == "bench.command" else f"imports {ours}; command starts jobs"
+            if to_area != "bench":
+                return None if to_area == "common" else f"imports {ours}, an adapter's"
+            return None if is_below(name, ours) else f"imports {ours}, which is not below it"
         if area in ADAPTERS:
             if to_area == area:
                 return None if is_below(name, ours) else f"imports {ours}, which is not below it"
@@ -259,7 +273,7 @@ def python_breaches(modules: Mapping[str, str]) -> list[str]:
         has_row = module == "__init__" or (area, module.split(".")[0]) in level
         if area in ROWS and not has_row:
             breaches.append(f"{name}: has no row in the table of {Path(__file__).name}")
-        if area not in {"__init__", "mxnet", "common", "runner", *ADAPTERS}:
+        if area not in {"__init__", "__main__", "mxnet", *AREAS}:
             breaches.append(f"{name}: has no row in the table of {Path(__file__).name}")
             continue
         for line, target in imports_of(name, source):
@@ -502,6 +516,10 @@ SOUND = {
     "keras.__init__": "from horovod import tensorflow",
     "runner.__init__": "from . import launch\nimport horovod.common.store",
     "runner.launch": "import yaml, json\nfrom horovod import __version__\n",
+    "bench.command": "from horovod.runner import launch\nfrom horovod.bench import worker",
+    "bench.limit": "from horovod import _core",
+    "bench.worker": "from horovod.bench import limit, points\nfrom horovod.common import ops",
+    "__main__": "from horovod.runner import launch",
 }
 
 PYTHON_CASES = [
@@ -529,6 +547,12 @@ PYTHON_CASES = [
     ("torch.misc", ""),
     ("data.__init__", "import torch"),
     ("tensorflow.__init__", "import horovod.keras"),
+    ("bench.worker", "from horovod.runner import launch"),
+    ("bench.worker", "import numpy"),
+    ("bench.worker", "from horovod import _core"),
+    ("bench.points", "from horovod.bench import worker"),
+    ("bench.misc", ""),
+    ("runner.launch", "from horovod.bench import command"),
     ("utils", ""),
     ("__init__", "from horovod.torch import allreduce"),
 ]
