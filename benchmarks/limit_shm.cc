@@ -2,7 +2,7 @@
 // of one host cost; knows nothing of the product.
 //
 //   c++ -O3 -march=native -std=c++20 benchmarks/limit_shm.cc -o benchmarks/limit_shm
-//   benchmarks/limit_shm [processes=2] [slot_bytes=4194304] [streaming=1]
+//   benchmarks/limit_shm [processes=2] [slot_bytes=4194304] [streaming=1] [bytes ...]
 //
 // Prints the time of a barrier and, for each size, of
 //   pass       one in-place pass over the data by all processes at once: read + write, the floor
@@ -247,7 +247,7 @@ bool measure(Process& process, int rank, int size, size_t bytes) {
   return true;
 }
 
-bool run(Process& process, int rank, int size) {
+bool run(Process& process, int rank, int size, const std::vector<size_t>& sizes) {
   std::vector<double> barriers;
   process.barrier();
   for (int k = 0; k < 20000; ++k) {
@@ -256,9 +256,7 @@ bool run(Process& process, int rank, int size) {
     barriers.push_back(now_s() - start);
   }
   if (rank == 0) std::printf("barrier %.2f us\n", median(barriers) * 1e6);
-  for (size_t bytes :
-       {size_t{4}, size_t{1} << 10, size_t{16} << 10, size_t{256} << 10, size_t{1} << 20,
-        size_t{16} << 20, size_t{64} << 20, size_t{102228128}, size_t{437928960}}) {
+  for (size_t bytes : sizes) {
     if (!measure(process, rank, size, bytes)) {
       std::fprintf(stderr, "rank %d: no memory, or a wrong sum, at %zu bytes\n", rank, bytes);
       return false;
@@ -278,6 +276,14 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "2 to 64 processes; slots of whole pages of %zu bytes\n", kPage);
     return 2;
   }
+  std::vector<size_t> sizes;
+  for (int i = 4; i < argc; ++i) {
+    sizes.push_back(std::max<size_t>(std::strtoull(argv[i], nullptr, 10), sizeof(float)));
+  }
+  if (sizes.empty()) {
+    sizes = {4,        1 << 10,  16 << 10,  256 << 10, 1 << 20,
+             16 << 20, 64 << 20, 102228128, 437928960};  // the last two: ResNet-50 and BERT-base
+  }
   const size_t bytes = kPage + size * 2 * slot_bytes;
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) {
@@ -289,7 +295,7 @@ int main(int argc, char** argv) {
   while (rank > 0 && fork() != 0) --rank;
   if (rank != 0) prctl(PR_SET_PDEATHSIG, SIGKILL);  // never outlive a first process that failed
   Process process(static_cast<char*>(memory), rank, size, slot_bytes / sizeof(float), streaming);
-  if (!run(process, rank, size)) return 1;
+  if (!run(process, rank, size, sizes)) return 1;
   while (rank == 0 && wait(nullptr) > 0) {
   }
   return 0;
