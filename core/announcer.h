@@ -4,15 +4,14 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <optional>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "cache.h"
+#include "call_map.h"
 #include "types.h"
 #include "wire.h"
 
@@ -27,14 +26,14 @@ class Announcer {
   // The item to send for a call whose name isn't open in its set.
   Item announce(T call, const Request& request, bool blocked) {
     const uint64_t id = cache_.find(request);
-    open_[request.set].insert_or_assign(request.name, Open{std::move(call), &request, id, blocked});
+    open_.add({request.set, request.name}, {std::move(call), &request, id, blocked});
     if (id != 0) return AnnounceCached{id, blocked};
     return Announce{request, blocked, 0};
   }
 
   // A caller waits for a call that was announced without saying so; nothing if its entry has come.
   std::optional<Item> block(uint32_t set, const std::string& name) {
-    Open* open = find(set, name);
+    Open* open = open_.find({set, name});
     if (open == nullptr || std::exchange(open->blocked, true)) return std::nullopt;
     return Blocked{set, name};
   }
@@ -42,7 +41,7 @@ class Announcer {
   // The coordinator forgot an id that was announced: the call in full.
   Item again(uint64_t id) {
     const Request* request = cache_.request(id);
-    Open* open = request == nullptr ? nullptr : find(request->set, request->name);
+    Open* open = request == nullptr ? nullptr : open_.find({request->set, request->name});
     if (open == nullptr || open->id != id) {
       throw Error(
           ErrorKind::InvalidArgument,
@@ -55,7 +54,7 @@ class Announcer {
 
   // What the owner keeps of an open call; nullptr if none of this name is open.
   const T* find_call(uint32_t set, const std::string& name) {
-    const Open* open = find(set, name);
+    const Open* open = open_.find({set, name});
     return open == nullptr ? nullptr : &open->call;
   }
 
@@ -65,8 +64,9 @@ class Announcer {
     calls.reserve(entry.items.size());
     for (const EntryItem& item : entry.items) {
       const std::string* name = item.name.empty() ? cache_.name(item.id) : &item.name;
-      Open* open = name == nullptr ? nullptr : find(entry.set, *name);
-      if (open == nullptr) {
+      std::optional<Open> open;
+      if (name != nullptr) open = open_.take({entry.set, *name});
+      if (!open) {
         throw Error(ErrorKind::InvalidArgument,
                     "rank 0 scheduled a call that this rank never made: " +
                         (name == nullptr ? "id " + std::to_string(item.id) : *name));
@@ -76,47 +76,35 @@ class Announcer {
       } else {
         cache_.forget(open->id);
       }
-      auto& calls_of_set = open_.find(entry.set)->second;
-      const auto it = calls_of_set.find(open->request->name);
-      calls.push_back(std::move(it->second.call));
-      calls_of_set.erase(it);
+      calls.push_back(std::move(open->call));
     }
     return calls;
   }
 
   // The process set is gone, after all its calls.
   void forget_set(uint32_t set) {
-    open_.erase(set);
+    open_.erase_if([&](const CallKey& key, const Open&) { return key.set == set; });
     cache_.forget_set(set);
   }
 
   // Everything that is open; it is open no more.
   std::vector<T> take_all() {
     std::vector<T> calls;
-    for (auto& [set, by_name] : open_) {
-      for (auto& [name, open] : by_name) calls.push_back(std::move(open.call));
-    }
+    open_.for_each([&](const CallKey&, const Open& open) { calls.push_back(open.call); });
     open_.clear();
     return calls;
   }
 
  private:
   struct Open {
-    T call;
-    const Request* request;
-    uint64_t id;  // 0: announced in full
-    bool blocked;
+    T call = {};
+    const Request* request = nullptr;
+    uint64_t id = 0;  // 0: announced in full
+    bool blocked = false;
   };
 
-  Open* find(uint32_t set, const std::string& name) {
-    const auto calls = open_.find(set);
-    if (calls == open_.end()) return nullptr;
-    const auto it = calls->second.find(name);
-    return it == calls->second.end() ? nullptr : &it->second;
-  }
-
   NameCache cache_;
-  std::map<uint32_t, std::unordered_map<std::string, Open>> open_;  // by set and name
+  CallMap<Open> open_;
 };
 
 }  // namespace horovod

@@ -17,23 +17,11 @@
 #include <unordered_map>
 #include <utility>
 
+#include "call_map.h"
 #include "types.h"
 #include "wire.h"
 
 namespace horovod {
-
-// A name means something within its process set only.
-struct CallKey {
-  uint32_t set = 0;
-  std::string_view name;
-  bool operator==(const CallKey&) const = default;
-};
-
-struct CallKeyHash {
-  size_t operator()(const CallKey& key) const {
-    return std::hash<std::string_view>()(key.name) ^ (key.set * 0x9E3779B97F4A7C15ull);
-  }
-};
 
 class NameCache {
  public:
@@ -59,12 +47,7 @@ class NameCache {
   // An entry gave, or repeated, this id. Replaces what the name had before.
   void learn(uint64_t id, std::shared_ptr<const Request> request) {
     if (capacity_ == 0 || id == 0 || request->unnamed) return;
-    if (const auto it = by_id_.find(id); it != by_id_.end()) {
-      const Place place = it->second;
-      recent_.splice(recent_.begin(), place->announced ? announced_ : recent_, place);
-      place->announced = false;
-      return trim();
-    }
+    if (learn_again(id)) return;
     const CallKey key{request->set, request->name};
     if (const auto it = by_name_.find(key); it != by_name_.end()) erase(it->second);
     recent_.push_front(Node{id, false, std::move(request)});
@@ -74,8 +57,8 @@ class NameCache {
     trim();
   }
   void learn(uint64_t id, const Request& request) {
-    if (by_id_.contains(id)) return learn(id, request_of(id));  // no copy in the usual case
-    learn(id, std::make_shared<const Request>(request));
+    if (capacity_ == 0 || id == 0 || request.unnamed) return;
+    if (!learn_again(id)) learn(id, std::make_shared<const Request>(request));
   }
 
   // What the id abbreviates; nullptr if it isn't here.
@@ -114,6 +97,17 @@ class NameCache {
     std::shared_ptr<const Request> request;
   };
   using Place = std::list<Node>::iterator;
+
+  // No copy in the usual case: the entry repeated an id.
+  bool learn_again(uint64_t id) {
+    const auto it = by_id_.find(id);
+    if (it == by_id_.end()) return false;
+    const Place place = it->second;
+    recent_.splice(recent_.begin(), place->announced ? announced_ : recent_, place);
+    place->announced = false;
+    trim();
+    return true;
+  }
 
   void trim() {
     while (by_id_.size() > capacity_ && recent_.size() > 1) erase(std::prev(recent_.end()));

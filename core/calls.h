@@ -6,11 +6,10 @@
 #include <list>
 #include <memory>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
-#include "cache.h"
+#include "call_map.h"
 #include "coordinator.h"
 #include "types.h"
 #include "wire.h"
@@ -93,8 +92,8 @@ class Calls {
   const CallList& waiting() const { return waiting_; }
 
   Call* find(uint32_t set, std::string_view name) {
-    const auto it = by_name_.find(CallKey{set, name});
-    return it == by_name_.end() ? nullptr : &*it->second;
+    const CallList::iterator* place = by_name_.find({set, name});
+    return place == nullptr ? nullptr : &**place;
   }
 
   Call& start(const ProcessSet& set, OpKind kind, const std::string& name, TimePoint now) {
@@ -106,28 +105,18 @@ class Calls {
     call.name = name;
     call.since = now;
     call.voices.resize(set.members.size());
-    if (spare_nodes_.empty()) {
-      by_name_.emplace(CallKey{set.uid, call.name}, std::prev(waiting_.end()));
-    } else {
-      auto node = std::move(spare_nodes_.back());
-      spare_nodes_.pop_back();
-      node.key() = CallKey{set.uid, call.name};
-      node.mapped() = std::prev(waiting_.end());
-      by_name_.insert(std::move(node));
-    }
+    by_name_.add({set.uid, call.name}, std::prev(waiting_.end()));
     return call;
   }
 
   // Moves a call that became ready to the end of a list of its set.
   void move(Call& call, CallList& to) {
-    to.splice(to.end(), waiting_, by_name_.find(CallKey{call.set, call.name})->second);
+    to.splice(to.end(), waiting_, *by_name_.find({call.set, call.name}));
   }
 
   // Forgets a call; `in` is the list it is in.
   void finish(Call& call, CallList& in) {
-    auto node = by_name_.extract(CallKey{call.set, call.name});
-    spare_.splice(spare_.begin(), in, node.mapped());
-    spare_nodes_.push_back(std::move(node));
+    spare_.splice(spare_.begin(), in, *by_name_.take({call.set, call.name}));
     call.voices.clear();
     call.announced = 0;
     call.rejected.clear();
@@ -139,12 +128,9 @@ class Calls {
   }
 
  private:
-  using Names = std::unordered_map<CallKey, CallList::iterator, CallKeyHash>;
-
   CallList waiting_;
   CallList spare_;
-  Names by_name_;  // the keys view the calls' names
-  std::vector<Names::node_type> spare_nodes_;
+  CallMap<CallList::iterator> by_name_;
 };
 
 }  // namespace horovod

@@ -129,7 +129,7 @@ uint32_t Engine::add_site(std::string text) {
 }
 
 int64_t Engine::submit(LocalCallPtr call, uint32_t site) {
-  if (abandoned()) throw Error(ErrorKind::Shutdown, "this process was forked: it has no engine");
+  check_not_forked();
   std::unique_lock lock(mutex_);
   check_alive_locked();
   Request& request = call->request;
@@ -138,8 +138,7 @@ int64_t Engine::submit(LocalCallPtr call, uint32_t site) {
              request.name.size(), kMaxName);
   }
   const auto& members = members_locked(request.set, call->kind);
-  auto key = std::pair(request.set, request.name);
-  if (names_.contains(key)) {
+  if (names_.contains({request.set, request.name})) {
     throw_prefixed(*call,
                    {ErrorKind::InvalidArgument,
                     "the name is in flight: wait for the earlier call, or give another", -1});
@@ -153,13 +152,13 @@ int64_t Engine::submit(LocalCallPtr call, uint32_t site) {
   }
   complete_request(*call);
   if (site > 0 && site <= sites_.size()) call->site = sites_[site - 1];
-  names_.insert(std::move(key));
+  names_.add({request.set, request.name}, call.get());
   const int64_t handle = next_handle_++;
-  const bool waited = static_cast<bool>(call->when_done);
-  call->blocked = waited;
-  if (!waited) handles_[handle].call = call;
+  call->blocked = call->waited = static_cast<bool>(call->when_done);
+  if (!call->waited) handles_.emplace(handle, call);
   const uint64_t bytes = payload(*call);
-  push_locked(Submission{handle, std::move(call)}, bytes, waited);
+  const bool urgent = call->waited;
+  push_locked(std::move(call), bytes, urgent);
   return handle;
 }
 
@@ -225,50 +224,58 @@ void Engine::wake_soon() {
   waiter_.arm_timer(kLazyWake);
 }
 
-LocalCallPtr Engine::find(int64_t handle) {
-  if (abandoned()) throw Error(ErrorKind::Shutdown, "this process was forked: it has no engine");
-  std::lock_guard lock(mutex_);
+const LocalCallPtr& Engine::find_locked(int64_t handle) const {
   const auto it = handles_.find(handle);
   if (it == handles_.end()) {
     throw Error(ErrorKind::InvalidArgument, "no handle " + std::to_string(handle));
   }
-  return it->second.call;
+  return it->second;
 }
 
-bool Engine::poll(int64_t handle) { return find(handle)->done.load(std::memory_order_acquire); }
+void Engine::check_not_forked() const {
+  if (abandoned()) throw Error(ErrorKind::Shutdown, "this process was forked: it has no engine");
+}
+
+bool Engine::poll(int64_t handle) {
+  check_not_forked();
+  std::lock_guard lock(mutex_);
+  return find_locked(handle)->done.load(std::memory_order_acquire);
+}
 
 LocalCallPtr Engine::take(int64_t handle) {
-  LocalCallPtr call = find(handle);
+  check_not_forked();
+  std::lock_guard lock(mutex_);
+  LocalCallPtr call = find_locked(handle);
   if (!call->done.load(std::memory_order_acquire)) {
     throw Error(ErrorKind::InvalidArgument,
                 "handle " + std::to_string(handle) + " isn't done: wait for it first");
   }
-  std::lock_guard lock(mutex_);
   handles_.erase(handle);
   return call;
 }
 
 // The call is urgent from now on: its announcement says so, or another message if that has gone.
-void Engine::say_blocked(int64_t handle) {
-  std::lock_guard lock(mutex_);
-  const auto it = handles_.find(handle);
-  if (it == handles_.end() || it->second.waited) return;
-  Pending& pending = it->second;
-  pending.waited = true;
-  if (pending.taken) {
-    newly_blocked_.push_back(pending.call);
+void Engine::say_blocked_locked(const LocalCallPtr& call) {
+  if (std::exchange(call->waited, true)) return;
+  if (call->taken) {
+    newly_blocked_.push_back(call);
     queued_.fetch_add(1, std::memory_order_seq_cst);
   } else {
-    pending.call->blocked = true;
+    call->blocked = true;
   }
 }
 
 bool Engine::wait(int64_t handle, Duration timeout) {
-  const LocalCallPtr call = find(handle);
+  check_not_forked();
+  LocalCallPtr call;
   const auto done = [&] { return call->done.load(std::memory_order_acquire); };
-  if (done()) return true;
+  {
+    std::lock_guard lock(mutex_);
+    call = find_locked(handle);
+    if (done()) return true;
+    say_blocked_locked(call);
+  }
   const TimePoint deadline = saturating(Clock::now(), timeout);
-  say_blocked(handle);
   bool slept = false;
   while (!done()) {
     const TimePoint now = Clock::now();
@@ -332,18 +339,15 @@ void Engine::take_events() {
     events.swap(events_);
     blocked.swap(newly_blocked_);
     for (const Event& event : events) {
-      if (const auto* submission = std::get_if<Submission>(&event)) {
-        const auto it = handles_.find(submission->handle);
-        if (it != handles_.end()) it->second.taken = true;
-      }
+      if (const auto* call = std::get_if<LocalCallPtr>(&event)) (*call)->taken = true;
     }
     queued_.store(0, std::memory_order_seq_cst);
     queued_bytes_ = 0;
   }
   for (Event& event : events) {
     guarded([&] {
-      if (auto* submission = std::get_if<Submission>(&event)) {
-        progress_->submit(std::move(submission->call), now_);
+      if (auto* call = std::get_if<LocalCallPtr>(&event)) {
+        progress_->submit(std::move(*call), now_);
       } else {
         progress_->reject(std::get<Reject>(std::move(event)), now_);
       }
@@ -361,7 +365,7 @@ void Engine::deliver() {
   counters_ = progress_->counters();
   coordinator_counters_ = progress_->coordinator_counters();
   for (const LocalCallPtr& call : completed) {
-    names_.erase({call->request.set, call->request.name});
+    names_.take({call->request.set, call->request.name});
     if (call->status.ok() && (call->kind == OpKind::AddSet || call->kind == OpKind::RemoveSet)) {
       sets_ = progress_->sets();
     }
@@ -587,7 +591,8 @@ std::optional<Status> Engine::failure() {
 std::vector<std::string> Engine::pending() {
   std::lock_guard lock(mutex_);
   std::vector<std::string> names;
-  for (const auto& [set, name] : names_) names.push_back(name);
+  names_.for_each([&](const CallKey& key, const LocalCall*) { names.emplace_back(key.name); });
+  std::sort(names.begin(), names.end());
   return names;
 }
 

@@ -16,7 +16,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -24,6 +23,7 @@
 #include <variant>
 #include <vector>
 
+#include "call_map.h"
 #include "progress.h"
 #include "wait.h"
 
@@ -86,21 +86,11 @@ class Engine {
   void add_message(LogLine line);  // an adapter's own
 
  private:
-  struct Submission {
-    int64_t handle;
-    LocalCallPtr call;
-  };
-  using Event = std::variant<Submission, Reject>;
+  using Event = std::variant<LocalCallPtr, Reject>;
 
-  // What the engine adds to a call.
-  struct Pending {
-    LocalCallPtr call;
-    bool taken = false;   // the driver has it
-    bool waited = false;  // a caller waits for it, and the driver knows or will
-  };
-
-  LocalCallPtr find(int64_t handle);
-  void say_blocked(int64_t handle);
+  const LocalCallPtr& find_locked(int64_t handle) const;
+  void say_blocked_locked(const LocalCallPtr& call);
+  void check_not_forked() const;
   void check_alive_locked();
   const std::vector<int32_t>& members_locked(uint32_t set, OpKind kind) const;
   void push_locked(Event event, uint64_t bytes, bool urgent);
@@ -151,8 +141,8 @@ class Engine {
   uint64_t queued_bytes_ = 0;
   std::vector<Event> events_;
   std::vector<LocalCallPtr> newly_blocked_;
-  std::unordered_map<int64_t, Pending> handles_;
-  std::set<std::pair<uint32_t, std::string>> names_;  // in flight
+  std::unordered_map<int64_t, LocalCallPtr> handles_;
+  CallMap<const LocalCall*> names_;  // in flight
   std::map<uint32_t, std::vector<int32_t>> sets_;
   std::map<std::string, uint32_t> site_numbers_;
   std::vector<const std::string*> sites_;  // by number less one

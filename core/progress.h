@@ -59,6 +59,8 @@ inline constexpr std::array kPlanFields{
 struct LocalCall : Arguments {
   Request request;
   bool blocked = false;  // a caller waits for it; the engine's until the driver takes the call
+  bool taken = false;    // the driver has it; the engine's, as the next
+  bool waited = false;   // a caller waits for it, and the driver knows or will
   const std::string* site = nullptr;  // where the program made it, kept by the engine
   // If set, nobody waits for the call or takes it: this is run once when it is done, by whoever
   // drives and without a lock of its users'. It may submit, and must not wait or throw.
