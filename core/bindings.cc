@@ -18,6 +18,7 @@
 #include "door.h"
 #include "engine.h"
 #include "kernels.h"
+#include "limit.h"
 #include "shm.h"
 
 namespace nb = nanobind;
@@ -367,6 +368,40 @@ class PyDoor {
   Doorway* const door_ = new Doorway;
 };
 
+// The yard-stick of `horovod bench`, which runs beside an engine and knows nothing of it.
+class PyLimit {
+ public:
+  PyLimit(int32_t rank, int32_t size, int fd, uint64_t slot_bytes, const std::string& simd,
+          double patience_s, bool spin)
+      : kernels_(kernels(simd)),
+        limit_({.rank = rank,
+                .size = size,
+                .memory = map_segment(fd, limit_bytes(size, slot_bytes)),
+                .slot_bytes = slot_bytes,
+                .kernels = &kernels_,
+                .patience = seconds(patience_s),
+                .spin = spin}) {}
+
+  void barrier() {
+    const nb::gil_scoped_release release;
+    limit_.barrier();
+  }
+  std::pair<double, double> allreduce(Address data, size_t count, uint64_t slot_bytes,
+                                      bool streaming) {
+    const nb::gil_scoped_release release;
+    const auto stores = streaming ? Stores::Streaming : Stores::Ordinary;
+    const auto span = limit_.allreduce(reinterpret_cast<float*>(data), count, slot_bytes, stores);
+    const auto at = [](std::chrono::steady_clock::time_point t) {
+      return std::chrono::duration<double>(t.time_since_epoch()).count();
+    };
+    return {at(span.begin), at(span.end)};
+  }
+
+ private:
+  const Kernels& kernels_;
+  Limit limit_;
+};
+
 // ---- For tests: kernels on plain addresses ----------------------------------------------------
 
 void fold(const std::string& simd, int dtype, int op, double prescale, double postscale,
@@ -451,6 +486,19 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("address", &PyDoor::address, "Of the C++ object, which is there for good.");
 }
 
+void bind_limit(nb::module_& m) {
+  m.def("limit_bytes", &limit_bytes, "size"_a, "slot_bytes"_a,
+        "Bytes of shared memory that the yard-stick needs.");
+  nb::class_<PyLimit>(m, "Limit", "One rank's side of the yard-stick. See core/limit.h.")
+      .def(nb::init<int32_t, int32_t, int, uint64_t, const std::string&, double, bool>(), "rank"_a,
+           "size"_a, "fd"_a, "slot_bytes"_a, "simd"_a, "patience_s"_a, "spin"_a)
+      .def("barrier", &PyLimit::barrier)
+      .def("allreduce", &PyLimit::allreduce, "data"_a, "count"_a, "slot_bytes"_a, "streaming"_a,
+           "In place, float32; returns when its first barrier and all of it was over, in seconds "
+           "of the "
+           "monotonic clock.");
+}
+
 }  // namespace
 }  // namespace horovod
 
@@ -482,6 +530,7 @@ NB_MODULE(_core, m) {
       failure);
 
   bind_engine(m);
+  bind_limit(m);
   m.def("segment_bytes", &segment_bytes, "local_size"_a, "outbox_bytes"_a,
         "Bytes that a rank's shared segment must have.");
   m.def("simd_available", &simd_available, "Instruction sets whose kernels run here.");

@@ -108,6 +108,7 @@ CORE = {
     "timeline": 1,
     "transport": 2,
     "shm": 2,
+    "limit": 2,
     "tcp": 2,
     "schedule": 3,
     "algorithms": 3,

@@ -110,11 +110,12 @@ def test_metadata(metadata: importlib.metadata.PackageMetadata) -> None:
     assert names == {"cloudpickle", "pyyaml"}, "no framework, no compiler at run time"
 
 
-def test_horovodrun_is_installed(metadata: importlib.metadata.PackageMetadata) -> None:
+def test_commands_are_installed(metadata: importlib.metadata.PackageMetadata) -> None:
     scripts = importlib.metadata.distribution("horovod").entry_points
-    assert [(s.name, s.value) for s in scripts] == [
-        ("horovodrun", "horovod.runner.launch:run_commandline")
-    ]
+    assert {s.name: s.value for s in scripts} == {
+        "horovod": "horovod.__main__:main",
+        "horovodrun": "horovod.runner.launch:run_commandline",
+    }
 
 
 @pytest.mark.parametrize(

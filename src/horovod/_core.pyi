@@ -83,6 +83,21 @@ class Door:
     def address(self) -> int:
         """Of the C++ object, which is there for good."""
 
+def limit_bytes(size: int, slot_bytes: int) -> int:
+    """Bytes of shared memory that the yard-stick needs."""
+
+class Limit:
+    """One rank's side of the yard-stick. See core/limit.h."""
+
+    def __init__(self, rank: int, size: int, fd: int, slot_bytes: int, simd: str, patience_s: float, spin: bool) -> None: ...
+
+    def barrier(self) -> None: ...
+
+    def allreduce(self, data: int, count: int, slot_bytes: int, streaming: bool) -> tuple[float, float]:
+        """
+        In place, float32; returns when its first barrier and all of it was over, in seconds of the monotonic clock.
+        """
+
 def segment_bytes(local_size: int, outbox_bytes: int) -> int:
     """Bytes that a rank's shared segment must have."""
 

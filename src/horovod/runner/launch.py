@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +56,19 @@ def make_parser() -> argparse.ArgumentParser:
         usage="%(prog)s -np N [options] command [argument ...]",
     )
     parser.add_argument("-v", "--version", action="version", version=horovod.__version__)
+    add_options(parser)
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, help="what to start, with its arguments"
+    )
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    """Adds the options of the table of knobs, in their groups, but for those named."""
     groups: dict[str, Any] = {}
     exclusive: dict[str, Any] = {}
     for knob in KNOBS:
-        if not knob.flags:
+        if not knob.flags or knob.name in without:
             continue
         if knob.group not in groups:
             groups[knob.group] = parser.add_argument_group(knob.group)
@@ -69,11 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
                 exclusive[knob.exclusive] = target.add_mutually_exclusive_group()
             target = exclusive[knob.exclusive]
         _add_option(target, knob)
-    parser.add_argument(
-        "command", nargs=argparse.REMAINDER, help="what to start, with its arguments"
-    )
     parser.set_defaults(run_func=None, executable=None)
-    return parser
 
 
 def _add_option(target: Any, knob: Knob) -> None:
@@ -125,11 +130,20 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         del args.command[0]
     if args.num_proc is None and not args.check_build and not config.in_lsf():
         parser.error("the number of processes is missing: give -np N")
+    finish_args(args)
+    return args
+
+
+def finish_args(args: argparse.Namespace) -> None:
+    """Checks what was parsed, and adds what the configuration file says.
+
+    Raises:
+        ValueError: a number is out of range, or the configuration file is wrong.
+    """
     check_numbers(args)
     args.from_file = frozenset()
     if args.config_file:
         _read_file(args)
-    return args
 
 
 def check_numbers(args: argparse.Namespace) -> None:
@@ -157,7 +171,7 @@ def _read_file(args: argparse.Namespace) -> None:
     content = content or {}
     unknown = _unknown_keys(content)
     if unknown:
-        _tell(f"warning: {name}: these keys are unknown and ignored: {', '.join(unknown)}")
+        tell(f"warning: {name}: these keys are unknown and ignored: {', '.join(unknown)}")
     values = _file_values(content, name)
     controller = values.pop("controller", None)
     if controller is not None and not (args.use_gloo or args.use_mpi or args.use_jsrun):
@@ -257,6 +271,25 @@ def check_build() -> str:
     )
 
 
+def named_hosts(args: argparse.Namespace) -> list[Host] | None:
+    """What ``--hosts`` or ``--hostfile`` says, None if neither was given.
+
+    Raises:
+        ValueError: they can't be read.
+    """
+    if args.hosts is not None and args.hostfile is not None:
+        raise UsageError("give hosts or a hostfile, not both")
+    if args.hosts is not None:
+        return hosts.parse_hosts(args.hosts)
+    if args.hostfile is not None:
+        try:
+            text = Path(args.hostfile).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--hostfile {args.hostfile}: {error}") from error
+        return hosts.parse_hostfile(text, args.hostfile)
+    return None
+
+
 def place(args: argparse.Namespace) -> list[Slot]:
     """Reads ``--hosts`` or ``--hostfile`` and places the ranks.
 
@@ -265,18 +298,7 @@ def place(args: argparse.Namespace) -> list[Slot]:
     """
     if args.num_proc is None:
         raise UsageError("the number of processes is missing: give -np N")
-    if args.hosts is not None and args.hostfile is not None:
-        raise UsageError("give hosts or a hostfile, not both")
-    if args.hosts is not None:
-        machines = hosts.parse_hosts(args.hosts)
-    elif args.hostfile is not None:
-        try:
-            text = Path(args.hostfile).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--hostfile {args.hostfile}: {error}") from error
-        machines = hosts.parse_hostfile(text, args.hostfile)
-    else:
-        machines = [Host("localhost", max(args.num_proc, 0))]
+    machines = named_hosts(args) or [Host("localhost", max(args.num_proc, 0))]
     remote = placement.remote_hosts(machines)
     if remote:
         raise UsageError(
@@ -326,7 +348,7 @@ def job_spec(args: argparse.Namespace, argv: Sequence[bytes], foreground: bool) 
             config.parse(knob, os.fsdecode(text), knob.env)
     unused = config.without_effect(given, args.from_file, inherited)
     if unused:
-        _tell(f"warning: these have no effect yet: {', '.join(unused)}")
+        tell(f"warning: these have no effect yet: {', '.join(unused)}")
     threads = _threads(slots, environment)
     environment.update(threads)
     if args.verbose:
@@ -377,9 +399,17 @@ def _describe(
     sys.stdout.flush()
 
 
-def _tell(text: str) -> None:
+def tell(text: str) -> None:
+    """Writes a line of the launcher's to stderr."""
     sys.stderr.write(f"horovodrun: {text}\n")
     sys.stderr.flush()
+
+
+def prepare_process() -> None:
+    """Makes this process fit to be a launcher, whatever it was started with."""
+    _open_standard_descriptors()
+    # A parent that ignores the ends of its children must not make us blind to ours.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _open_standard_descriptors() -> None:
@@ -403,9 +433,7 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
     0 if every rank ended with 0; else the status of the rank that failed first, 128 + n for
     signal n; 2 for what can't be understood or isn't supported; 126 and 127 as a shell has them.
     """
-    _open_standard_descriptors()
-    # A parent that ignores the ends of its children must not make us blind to ours.
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    prepare_process()
     try:
         args = parse_args(argv)
         if args.check_build:
@@ -415,19 +443,25 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
             raise UsageError("the command to start is missing")
         spec = job_spec(args, [os.fsencode(word) for word in args.command], foreground=True)
     except ValueError as error:
-        _tell(str(error))
-        return _REFUSED
-    return _run(spec)
+        return refused(error)
+    return status_of(lambda: run_job(spec))
 
 
-def _run(spec: JobSpec) -> int:
+def refused(error: ValueError) -> int:
+    """Says what is wrong with a command line; returns the exit status."""
+    tell(str(error))
+    return _REFUSED
+
+
+def status_of(job: Callable[[], Outcome]) -> int:
+    """Runs a job in the foreground and returns the exit status of the launcher."""
     try:
-        outcome: Outcome = run_job(spec)
+        outcome = job()
     except placement.LaunchError as error:
-        _tell(str(error))
+        tell(str(error))
         return error.code
     except OSError as error:
-        _tell(str(error))
+        tell(str(error))
         return 1
     except KeyboardInterrupt:  # it came before there was anything to end
         return 128 + signal.SIGINT
