@@ -118,6 +118,7 @@ CORE = {
     "collective": 3,
     "nccl": 3,
     "coordinator": 4,
+    "call_map": 4,
     "cache": 4,
     "announcer": 4,
     "fusion": 4,
