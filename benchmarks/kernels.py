@@ -71,13 +71,17 @@ def measure(nbytes: int) -> None:
     columns = "".join(f"{name:>14}" for name in ["memcpy", *simds])
     print(f"{f'{nbytes} bytes':32}{columns}")
     memcpy: dict[str, Way] = {"memcpy": partial(ctypes.memmove, slot, terms[0], nbytes)}
-    copies = {s: partial(_core.copy_to_slot, s, slot, terms[0], nbytes) for s in simds}
-    print_row("copy to slot", memcpy | copies, nbytes)
+    for streaming in (False, True):
+        copies = {
+            s: partial(_core.copy_to_slot, s, slot, streaming, terms[0], nbytes) for s in simds
+        }
+        name = "streaming" if streaming else "ordinary"
+        print_row(f"copy to slot, {name} stores", memcpy | copies, nbytes)
     for name, dtype, size, op, divisor, n_terms, to_slot in FOLDS:
         folds = {
             s: partial(
                 _core.fold, s, dtype, op, 1.0, 1.0, divisor,
-                terms[:n_terms], terms[0], slot if to_slot else 0, nbytes // size,
+                terms[:n_terms], terms[0], slot if to_slot else 0, True, nbytes // size,
             )
             for s in simds
         }  # fmt: skip

@@ -20,6 +20,7 @@
 #include "kernels.h"
 #include "limit.h"
 #include "shm.h"
+#include "stores.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -201,6 +202,7 @@ EngineOptions to_options(int32_t rank, int32_t size, std::vector<std::string> na
   p.names = std::move(names);
   p.plan = plan;
   p.kernels = &kernels(options.take<std::string>("simd", "auto"));
+  p.stores = store_choice(options.take<std::string>("stores", "auto"));
   p.first_set = options.take("first_set", uint32_t{1});
   const bool check_stalls = options.take("stall_check", 1) != 0;
   const auto limit = [&](const char* key, double otherwise) {
@@ -404,18 +406,21 @@ class PyLimit {
 
 // ---- For tests: kernels on plain addresses ----------------------------------------------------
 
+Stores stores_of(bool streaming) { return streaming ? Stores::Streaming : Stores::Ordinary; }
+
 void fold(const std::string& simd, int dtype, int op, double prescale, double postscale,
           uint32_t divisor, const std::vector<Address>& terms, Address out, Address slot,
-          size_t count) {
+          bool streaming, size_t count) {
   std::vector<const std::byte*> pointers;
   for (const Address term : terms) pointers.push_back(pointer(term));
   kernels(simd).fold({dtype_of(dtype), op_of(op), prescale, postscale, divisor}, pointer(out),
-                     pointer(slot), pointers.data(), pointers.size(), count);
+                     pointer(slot), stores_of(streaming), pointers.data(), pointers.size(), count);
   store_fence();
 }
 
-void copy_to_slot(const std::string& simd, Address slot, Address from, size_t bytes) {
-  kernels(simd).copy_to_slot(pointer(slot), pointer(from), bytes);
+void copy_to_slot(const std::string& simd, Address slot, bool streaming, Address from,
+                  size_t bytes) {
+  kernels(simd).copy_to_slot(pointer(slot), stores_of(streaming), pointer(from), bytes);
   store_fence();
 }
 
@@ -535,7 +540,8 @@ NB_MODULE(_core, m) {
         "Bytes that a rank's shared segment must have.");
   m.def("simd_available", &simd_available, "Instruction sets whose kernels run here.");
   m.def("fold", &fold, "simd"_a, "dtype"_a, "op"_a, "prescale"_a, "postscale"_a, "divisor"_a,
-        "terms"_a, "out"_a, "slot"_a, "count"_a, "For tests: one kernel on plain addresses.");
-  m.def("copy_to_slot", &copy_to_slot, "simd"_a, "slot"_a, "source"_a, "bytes"_a,
+        "terms"_a, "out"_a, "slot"_a, "streaming"_a, "count"_a,
+        "For tests: one kernel on plain addresses.");
+  m.def("copy_to_slot", &copy_to_slot, "simd"_a, "slot"_a, "streaming"_a, "source"_a, "bytes"_a,
         "For tests: the copy into a transport slot.");
 }

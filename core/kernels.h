@@ -34,16 +34,27 @@ struct FoldSpec {
   uint32_t divisor = 1;
 };
 
+// How a transport slot is written: through the caches, or past them straight to memory. The bits
+// are the same. Streaming, from some 2 KiB on, is what to do where another core's cache holds the
+// slot's lines, as each would have to be fetched from there first. Ordinary is what to do where the
+// cores share a cache, or the reader would have to fetch from memory what could lie in it.
+enum class Stores : uint8_t { Ordinary, Streaming };
+#if defined(__x86_64__)
+inline constexpr bool kHasStreamingStores = true;
+#else
+inline constexpr bool kHasStreamingStores = false;  // both kinds are ordinary
+#endif
+
 // Folds `terms[0..n_terms)`, at least one, of `count` elements each into `out`. `out` may be one of
 // the terms, else overlaps none. If `slot` is not null the result is also written there, as
 // copy_to_slot would: it is aligned to kAlignment and padded to it (the padding's content is
 // unspecified). `out` and any term may be misaligned.
-using FoldFn = void (*)(const FoldSpec& spec, std::byte* out, std::byte* slot,
+using FoldFn = void (*)(const FoldSpec& spec, std::byte* out, std::byte* slot, Stores stores,
                         const std::byte* const* terms, size_t n_terms, size_t count);
 
-// Copies into a transport slot (aligned and padded to kAlignment) with streaming stores above some
-// 2 KiB. The caller issues store_fence() before it publishes.
-using CopyFn = void (*)(std::byte* slot, const std::byte* from, size_t bytes);
+// Copies into a transport slot, aligned and padded to kAlignment. After either the caller issues
+// store_fence(), if the stores were streaming, before it publishes the slot.
+using CopyFn = void (*)(std::byte* slot, Stores stores, const std::byte* from, size_t bytes);
 
 // factors[0] * terms[0] + factors[1] * terms[1] + ..., at least one term: element by element, in
 // double, from left to right.

@@ -355,11 +355,15 @@ void stream(std::byte* slot, const std::byte* from, size_t bytes) {
   }
 }
 
-void copy_to_slot(std::byte* slot, const std::byte* from, size_t bytes) {
-  if (bytes < kStreamFromBytes) {
-    if (bytes != 0) __builtin_memcpy(slot, from, bytes);
-  } else {
+constexpr bool streams(Stores stores, size_t bytes) {
+  return stores == Stores::Streaming && bytes >= kStreamFromBytes;
+}
+
+void copy_to_slot(std::byte* slot, Stores stores, const std::byte* from, size_t bytes) {
+  if (streams(stores, bytes)) {
     stream(slot, from, bytes);
+  } else if (bytes != 0) {
+    __builtin_memcpy(slot, from, bytes);
   }
 }
 
@@ -369,10 +373,15 @@ void copy_to_slot(std::byte* slot, const std::byte* from, size_t bytes) {
 template <class Format, class Op, class Scaling>
 class Fold {
  public:
-  // Streams to `slot` unless it is null.
-  Fold(const FoldSpec& spec, std::byte* out, std::byte* slot, const std::byte* const* terms,
-       size_t n_terms)
-      : scaling_(spec), out_(out), slot_(slot), terms_(terms), n_terms_(n_terms) {}
+  // Writes to `slot` too unless it is null.
+  Fold(const FoldSpec& spec, std::byte* out, std::byte* slot, bool streams,
+       const std::byte* const* terms, size_t n_terms)
+      : scaling_(spec),
+        out_(out),
+        slot_(slot),
+        streams_(streams),
+        terms_(terms),
+        n_terms_(n_terms) {}
 
   void run(size_t bytes) const {
     size_t at = 0;
@@ -400,7 +409,7 @@ class Fold {
     for (size_t i = 0; i < kVectors; ++i) {
       const auto packed = result(acc[i]);
       store_vector(out_ + at + i * kVectorBytes, packed);
-      if (slot_ != nullptr) stream_vector(slot_ + at + i * kVectorBytes, packed);
+      if (slot_ != nullptr) to_slot(at + i * kVectorBytes, packed);
     }
   }
 
@@ -416,7 +425,16 @@ class Fold {
     const auto packed = result(acc);
     store_vector(piece, packed);
     __builtin_memcpy(out_ + at, piece, bytes);
-    if (slot_ != nullptr) stream_vector(slot_ + at, packed);
+    if (slot_ != nullptr) to_slot(at, packed);
+  }
+
+  template <class Packed>
+  void to_slot(size_t at, Packed packed) const {
+    if (streams_) {
+      stream_vector(slot_ + at, packed);
+    } else {
+      store_vector(slot_ + at, packed);
+    }
   }
 
   V term(const std::byte* from) const {
@@ -435,16 +453,15 @@ class Fold {
   Scaling scaling_;
   std::byte* out_;
   std::byte* slot_;
+  bool streams_;
   const std::byte* const* terms_;
   size_t n_terms_;
 };
 
 template <class Format, class Op, class Scaling>
-void fold_as(const FoldSpec& spec, std::byte* out, std::byte* slot, const std::byte* const* terms,
-             size_t n_terms, size_t bytes) {
-  const bool streams = slot != nullptr && bytes >= kStreamFromBytes;
-  Fold<Format, Op, Scaling>(spec, out, streams ? slot : nullptr, terms, n_terms).run(bytes);
-  if (slot != nullptr && !streams) copy_to_slot(slot, out, bytes);
+void fold_as(const FoldSpec& spec, std::byte* out, std::byte* slot, Stores stores,
+             const std::byte* const* terms, size_t n_terms, size_t bytes) {
+  Fold<Format, Op, Scaling>(spec, out, slot, streams(stores, bytes), terms, n_terms).run(bytes);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -487,8 +504,8 @@ auto op_of() {
 }
 
 // A FoldFn, but with bytes for elements.
-using BytesFn = void (*)(const FoldSpec&, std::byte*, std::byte*, const std::byte* const*, size_t,
-                         size_t);
+using BytesFn = void (*)(const FoldSpec&, std::byte*, std::byte*, Stores, const std::byte* const*,
+                         size_t, size_t);
 
 struct Entry {
   BytesFn unscaled = nullptr;
@@ -531,12 +548,12 @@ constexpr Table make_table(std::index_sequence<kIndices...>) {
 
 constexpr Table kTable = make_table(std::make_index_sequence<kDTypes.size() * kReduceOps.size()>());
 
-void fold(const FoldSpec& spec, std::byte* out, std::byte* slot, const std::byte* const* terms,
-          size_t n_terms, size_t count) {
+void fold(const FoldSpec& spec, std::byte* out, std::byte* slot, Stores stores,
+          const std::byte* const* terms, size_t n_terms, size_t count) {
   const auto dtype = static_cast<size_t>(spec.dtype);
   const Entry& entry = kTable.entries[dtype][static_cast<size_t>(spec.op)];
   const bool scaled = spec.prescale != 1.0 || spec.postscale != 1.0 || spec.divisor != 1;
-  (scaled ? entry.scaled : entry.unscaled)(spec, out, slot, terms, n_terms,
+  (scaled ? entry.scaled : entry.unscaled)(spec, out, slot, stores, terms, n_terms,
                                            count * kTable.sizes[dtype]);
 }
 

@@ -3,12 +3,29 @@
 #include "mesh.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <utility>
 
 namespace horovod {
 namespace {
 
 constexpr size_t kWindow = 64;  // steps of a run that one pass looks at
+
+// What it takes to run `work`, for StoreChoice.
+template <typename Work>
+uint64_t ns_of(Work&& work) {
+  using Clock = std::chrono::steady_clock;
+  const auto start = Clock::now();
+  work();
+  const std::chrono::nanoseconds took = Clock::now() - start;
+  return static_cast<uint64_t>(took.count());
+}
+
+// A slot that was written with `stores` may be published from now on.
+void finish(Stores stores) {
+  if (stores == Stores::Streaming) store_fence();
+}
 
 bool sends(const Step& step) { return step.kind == StepKind::Send || step.forward; }
 
@@ -24,8 +41,12 @@ size_t VirtualVector::find(uint64_t position) const {
   return static_cast<size_t>(after - starts_.begin()) - 1;
 }
 
-Mesh::Mesh(Transport& transport, const Kernels& kernels, size_t ranks)
-    : transport_(transport), kernels_(kernels), sends_closed_(ranks), receives_closed_(ranks) {}
+Mesh::Mesh(Transport& transport, const Kernels& kernels, size_t ranks, StoreChoice stores)
+    : transport_(transport),
+      kernels_(kernels),
+      stores_(std::move(stores)),
+      sends_closed_(ranks),
+      receives_closed_(ranks) {}
 
 void Mesh::begin_pass() {
   closed_ = false;
@@ -81,23 +102,40 @@ bool Mesh::send(const Run& run, const Step& step, bool oldest) {
   }
   std::byte* slot = transport_.reserve(to, step.bytes, oldest);
   if (slot == nullptr) return false;
-  run.in.for_each(step.in, step.bytes,
-                  [&](std::byte* from, uint64_t offset, uint64_t bytes, DType) {
-                    kernels_.copy_to_slot(slot + offset, from, bytes);
-                  });
-  transport_.publish();
+  const Stores stores = stores_.next();
+  const auto copy = [&] {
+    run.in.for_each(step.in, step.bytes,
+                    [&](std::byte* from, uint64_t offset, uint64_t bytes, DType) {
+                      kernels_.copy_to_slot(slot + offset, stores, from, bytes);
+                    });
+    finish(stores);
+  };
+  if (stores_.measures(step.bytes)) {
+    stores_.wrote(step.bytes, ns_of(copy));
+  } else {
+    copy();
+    stores_.wrote_unmeasured();
+  }
+  transport_.publish(stores);
   return true;
 }
 
 bool Mesh::store(const Run& run, const Step& step) {
   const int32_t from = ranks_of(run, step).front();
   if (receives_closed_[from]) return false;
-  const std::byte* slot = transport_.peek(from, step.bytes);
-  if (slot == nullptr) return false;
-  run.out.for_each(step.out, step.bytes,
-                   [&](std::byte* to, uint64_t offset, uint64_t bytes, DType) {
-                     std::memcpy(to, slot + offset, bytes);
-                   });
+  const Arrival slot = transport_.peek(from, step.bytes);
+  if (slot.data == nullptr) return false;
+  const auto copy = [&] {
+    run.out.for_each(step.out, step.bytes,
+                     [&](std::byte* to, uint64_t offset, uint64_t bytes, DType) {
+                       std::memcpy(to, slot.data + offset, bytes);
+                     });
+  };
+  if (stores_.measures(step.bytes)) {
+    stores_.read(slot.stores, step.bytes, ns_of(copy));
+  } else {
+    copy();
+  }
   transport_.consume(from);
   return true;
 }
@@ -110,17 +148,31 @@ bool Mesh::fold(const Run& run, const Step& step, bool oldest) {
   }
   // One term per member in rank order; own memory is filled in piece by piece.
   slots_.assign(run.group.size(), nullptr);
+  Stores theirs = Stores::Ordinary;
   for (size_t i = 0; i < ranks.size(); ++i) {
-    const std::byte* slot = transport_.peek(ranks[i], step.bytes);
-    if (slot == nullptr) return false;
-    slots_[static_cast<size_t>(peers[i])] = slot;
+    const Arrival slot = transport_.peek(ranks[i], step.bytes);
+    if (slot.data == nullptr) return false;
+    slots_[static_cast<size_t>(peers[i])] = slot.data;
+    theirs = slot.stores;  // ranks are in step, by and large: one speaks for all
   }
   std::byte* forward = nullptr;
   if (step.forward && !ranks.empty()) {
     forward = transport_.reserve(ranks, step.bytes, oldest);
     if (forward == nullptr) return false;
   }
+  if (!ranks.empty() && forward == nullptr && stores_.measures(step.bytes)) {
+    stores_.read(theirs, step.bytes, ns_of([&] { fold_slots(run, step, nullptr); }));
+  } else {
+    fold_slots(run, step, forward);
+  }
+  if (forward != nullptr) transport_.publish(stores_.next());
+  for (const int32_t rank : ranks) transport_.consume(rank);
+  return true;
+}
+
+void Mesh::fold_slots(const Run& run, const Step& step, std::byte* forward) {
   FoldSpec spec = run.fold;
+  const Stores stores = stores_.next();
   terms_.resize(slots_.size());
   run.in.for_each(step.in, step.bytes,
                   [&](std::byte* own, uint64_t offset, uint64_t bytes, DType dtype) {
@@ -129,12 +181,10 @@ bool Mesh::fold(const Run& run, const Step& step, bool oldest) {
                     }
                     spec.dtype = dtype;
                     kernels_.fold(spec, run.out.at(step.out + offset),
-                                  forward == nullptr ? nullptr : forward + offset, terms_.data(),
-                                  terms_.size(), bytes / info(dtype).size);
+                                  forward == nullptr ? nullptr : forward + offset, stores,
+                                  terms_.data(), terms_.size(), bytes / info(dtype).size);
                   });
-  if (forward != nullptr) transport_.publish();
-  for (const int32_t rank : ranks) transport_.consume(rank);
-  return true;
+  if (forward != nullptr) finish(stores);
 }
 
 void Mesh::close_channels(const Run& run, const Step& step) {

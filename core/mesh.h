@@ -8,6 +8,7 @@
 
 #include "kernels.h"
 #include "schedule.h"
+#include "stores.h"
 #include "transport.h"
 #include "types.h"
 
@@ -71,7 +72,8 @@ struct Run {
 // it, while their readers' folds wait for ranks whose own sends were overtaken.
 class Mesh {
  public:
-  Mesh(Transport& transport, const Kernels& kernels, size_t ranks);
+  Mesh(Transport& transport, const Kernels& kernels, size_t ranks,
+       StoreChoice stores = StoreChoice());
 
   // A pass advances the runs in flight, oldest first: begin_pass(), then advance() each once. The
   // sends of a run keep their order. Runs of one pass share the order of each pair's slots: a step
@@ -80,17 +82,20 @@ class Mesh {
   bool advance(Run& run, bool oldest);  // whether any step was done
   void close() { closed_ = true; }      // the rest of the pass does nothing
   const Kernels& kernels() const { return kernels_; }
+  StoreChoice& stores() { return stores_; }
 
  private:
   bool try_step(Run& run, const Step& step, bool oldest);
   bool send(const Run& run, const Step& step, bool oldest);
   bool store(const Run& run, const Step& step);
   bool fold(const Run& run, const Step& step, bool oldest);
+  void fold_slots(const Run& run, const Step& step, std::byte* forward);
   void close_channels(const Run& run, const Step& step);
   std::span<const int32_t> ranks_of(const Run& run, const Step& step);
 
   Transport& transport_;
   const Kernels& kernels_;
+  StoreChoice stores_;
   bool closed_ = false;  // an older run has steps that this pass doesn't reach
   std::vector<uint8_t> sends_closed_, receives_closed_;  // by global rank
   std::vector<int32_t> ranks_;                           // scratch of ranks_of

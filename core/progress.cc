@@ -58,7 +58,7 @@ Progress::Progress(ProgressOptions options)
       plan_(options.plan),
       plan_hash_(options.plan.hash()),
       transport_(std::move(options.transport)),
-      mesh_(*transport_, *options.kernels, options.names.size()),
+      mesh_(*transport_, *options.kernels, options.names.size(), options.stores),
       announcer_(options.plan.cache_capacity),
       peers_(options.names.size()),
       heartbeat_(options.names.size() > 1 ? options.heartbeat : Duration{}) {
@@ -289,6 +289,9 @@ bool Progress::advance_running() {
     Running& running = running_[i];
     if (running.collective == nullptr) start(running);
     moved = running.collective->advance(mesh_, i == 0) || moved;
+  }
+  if (auto finding = mesh_.stores().take_finding(); !finding.empty()) {
+    log_.push_back({10, std::move(finding)});
   }
   return moved;
 }

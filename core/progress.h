@@ -78,6 +78,7 @@ struct ProgressOptions {
   Plan plan;
   std::unique_ptr<Transport> transport;
   const Kernels* kernels = nullptr;
+  StoreChoice stores;
   uint32_t first_set = 1;  // rank 0's counts: the number of the process set that is added first
   Duration stall_warning{}, stall_shutdown{}, deadlock{}, heartbeat{};  // 0 = never
 };

@@ -64,6 +64,7 @@ struct alignas(kAlignment) SlotRecord {
   std::atomic<uint64_t> sequence;  // 1 + number of the slot on this pair
   uint64_t offset;
   uint64_t bytes;
+  Stores stores;  // what it was written with
 };
 
 struct Channel {
@@ -183,30 +184,30 @@ class Shm final : public Transport {
     return own().slots() + reserved_.offset;
   }
 
-  void publish() override {
-    store_fence();  // the slot was written with streaming stores
+  void publish(Stores stores) override {
     for (const int32_t reader : reserved_to_) {
       const uint64_t number = peers_[reader].sent++;
       SlotRecord& d = own().channel(reader).records[number % kRecords];
       d.offset = reserved_.offset;
       d.bytes = reserved_.bytes;
+      d.stores = stores;
       d.sequence.store(number + 1, std::memory_order_seq_cst);
       reserved_.arena->add_target({reader, number + 1});
       ring_if(kAsleep, reader);
     }
   }
 
-  const std::byte* peek(int32_t from, uint64_t bytes) override {
+  Arrival peek(int32_t from, uint64_t bytes) override {
     const uint64_t number = peers_[from].received;
     const SlotRecord& d = segments_[from].channel(rank_).records[number % kRecords];
-    if (d.sequence.load(std::memory_order_acquire) != number + 1) return nullptr;
+    if (d.sequence.load(std::memory_order_acquire) != number + 1) return {};
     if (d.bytes != bytes || d.offset > outbox_bytes_ || d.bytes > outbox_bytes_ - d.offset) {
       throw Error(ErrorKind::InvalidArgument,
                   "a slot of " + std::to_string(d.bytes) + " bytes arrived where " +
                       std::to_string(bytes) + " were due: the two ranks run different schedules",
                   from);
     }
-    return segments_[from].slots() + d.offset;
+    return {segments_[from].slots() + d.offset, d.stores};
   }
 
   void consume(int32_t from) override {

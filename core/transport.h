@@ -10,9 +10,16 @@
 #include <cstdint>
 #include <span>
 
+#include "kernels.h"
 #include "types.h"
 
 namespace horovod {
+
+// A slot that arrived, and what it was written with, for readers that measure.
+struct Arrival {
+  const std::byte* data = nullptr;  // null: it hasn't
+  Stores stores = Stores::Ordinary;
+};
 
 class Transport {
  public:
@@ -26,12 +33,13 @@ class Transport {
   // whose readers aren't there yet can't starve it. At most one slot is reserved and unpublished.
   virtual std::byte* reserve(std::span<const int32_t> to, uint64_t bytes, bool oldest) = 0;
 
-  // Makes the reserved slot visible to its readers and wakes those that sleep.
-  virtual void publish() = 0;
+  // Makes the reserved slot visible to its readers and wakes those that sleep. It was written with
+  // `stores`, all of which are visible.
+  virtual void publish(Stores stores) = 0;
 
-  // The next unread slot from rank `from`, which must have `bytes`; nullptr if it hasn't arrived.
-  // Throws Error(InvalidArgument) if the sizes differ: the two sides don't run the same schedule.
-  virtual const std::byte* peek(int32_t from, uint64_t bytes) = 0;
+  // The next unread slot from rank `from`, which must have `bytes`. Throws Error(InvalidArgument)
+  // if the sizes differ: the two sides don't run the same schedule.
+  virtual Arrival peek(int32_t from, uint64_t bytes) = 0;
 
   // Hands the slot that peek() returned back to its writer.
   virtual void consume(int32_t from) = 0;

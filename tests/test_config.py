@@ -42,6 +42,7 @@ def test_documentation_is_generated() -> None:
     ("name", "values", "default", "effect"),
     [
         ("HOROVOD_SIMD", "`auto`, `baseline`, `avx2`, `avx512`", "`auto`", "works"),
+        ("HOROVOD_SHM_STORES", "`auto`, `ordinary`, `streaming`", "`auto`", "works"),
         (
             "HOROVOD_LOG_LEVEL",
             "`trace`, `debug`, `info`, `warning`, `error`, `fatal`; any other is the default",

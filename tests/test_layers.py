@@ -104,6 +104,7 @@ CORE = {
     "types": 0,
     "wire": 1,
     "kernels": 1,
+    "stores": 1,
     "wait": 1,
     "timeline": 1,
     "transport": 2,

@@ -104,8 +104,8 @@ def segment_bytes(local_size: int, outbox_bytes: int) -> int:
 def simd_available() -> list[str]:
     """Instruction sets whose kernels run here."""
 
-def fold(simd: str, dtype: int, op: int, prescale: float, postscale: float, divisor: int, terms: Sequence[int], out: int, slot: int, count: int) -> None:
+def fold(simd: str, dtype: int, op: int, prescale: float, postscale: float, divisor: int, terms: Sequence[int], out: int, slot: int, streaming: bool, count: int) -> None:
     """For tests: one kernel on plain addresses."""
 
-def copy_to_slot(simd: str, slot: int, source: int, bytes: int) -> None:
+def copy_to_slot(simd: str, slot: int, streaming: bool, source: int, bytes: int) -> None:
     """For tests: the copy into a transport slot."""

@@ -69,7 +69,7 @@ MUTATIONS = [
         "one rank's last element is skipped",
         "mesh.cc",
         "bytes / info(dtype).size);",
-        "bytes / info(dtype).size - (!peers.empty() && peers.front() == 0 && bytes > 64));",
+        "bytes / info(dtype).size - (run.schedule.peers.front() == 0 && bytes > 64));",
         "conformance",
     ),
     # Schedules.
@@ -119,7 +119,7 @@ MUTATIONS = [
     Mutation(
         "a forward isn't published",
         "mesh.cc",
-        "if (forward != nullptr) transport_.publish();",
+        "if (forward != nullptr) transport_.publish(stores_.next());",
         "",
         "ranks",
     ),

@@ -230,6 +230,7 @@ def test_ranks_with_different_plans_never_run_an_entry(change: dict[str, int]) -
         ("plan", {"outbox_bytes": 100}),
         ("plan", {"unheard_of": 1}),
         ("options", {"simd": "mmx"}),
+        ("options", {"stores": "fast"}),
         ("options", {"unheard_of": 1}),
     ],
 )

@@ -300,6 +300,7 @@ def fold(
     offsets: tuple[int, ...] = (0,),
     in_place: int | None = None,
     to_slot: bool = True,
+    streaming: bool = True,
 ) -> Array:
     """Folds copies of `terms`; `in_place` names the term that is also the output."""
     buffers = [Buffer.of(x, offsets[i % len(offsets)]) for i, x in enumerate(terms)]
@@ -308,7 +309,8 @@ def fold(
     slot = Buffer(nbytes)
     _core.fold(
         simd, t.id, op, factors.prescale, factors.postscale, factors.divisor,
-        [b.address for b in buffers], out.address, slot.address if to_slot else 0, len(terms[0]),
+        [b.address for b in buffers], out.address, slot.address if to_slot else 0, streaming,
+        len(terms[0]),
     )  # fmt: skip
     for i, (buffer, x) in enumerate(zip(buffers, terms, strict=True)):
         assert i == in_place or buffer.bytes.tobytes() == x.tobytes(), "a term was changed"
@@ -338,9 +340,9 @@ def assert_follows(t: Type, op: int, factors: Factors, terms: list[Array], got: 
 def test_instruction_sets_have_names() -> None:
     assert "baseline" in SIMD
     assert set(SIMD) <= {"baseline", "avx2", "avx512"}
-    _core.copy_to_slot("auto", 0, 0, 0)
+    _core.copy_to_slot("auto", 0, True, 0, 0)
     with pytest.raises(ValueError, match=r"'sse9'.*auto, baseline, avx2 and avx512"):
-        _core.copy_to_slot("sse9", 0, 0, 0)
+        _core.copy_to_slot("sse9", 0, True, 0, 0)
 
 
 @pytest.mark.parametrize("simd", SIMD)
@@ -519,14 +521,15 @@ def test_large_in_place_folds(simd: str) -> None:
 # Copies, and the ends of memory.
 
 
+@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("simd", SIMD)
-def test_copy_to_slot(simd: str) -> None:
+def test_copy_to_slot(simd: str, streaming: bool) -> None:
     rng = np.random.default_rng(7)
     sizes = [*range(130), 2047, 2048, 2049, 2111, 4095, 4096, 4097, 10_007, 1 << 20]
     for nbytes in sizes:
         source = Buffer.of(rng.integers(0, 256, nbytes, np.uint8), offset=nbytes % 65)
         slot = Buffer(nbytes)
-        _core.copy_to_slot(simd, slot.address, source.address, nbytes)
+        _core.copy_to_slot(simd, slot.address, streaming, source.address, nbytes)
         assert slot.bytes.tobytes() == source.bytes.tobytes(), nbytes
         assert slot.untouched_around(padding_of(nbytes)), nbytes
         assert source.untouched_around(), nbytes
@@ -549,13 +552,28 @@ def cliff() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("simd", SIMD)
-def test_nothing_beyond_the_end_is_touched(simd: str, cliff: int) -> None:
+@pytest.mark.parametrize("t", TYPES, ids=lambda t: t.name)
+def test_stores_differ_in_speed_only(simd: str, t: Type) -> None:
+    """What a fold writes, to its output and to a slot, are the same bits with either kind."""
+    rng = np.random.default_rng(11)
+    for nbytes in [64, 1984, 2048, 2112, 4096, 20_032]:
+        count = nbytes // t.size - 1
+        terms = [rng.integers(0, 2 if t.name == "bool" else 256, count * t.size, np.uint8)] * 3
+        arrays = [term.view(t.storage) for term in terms]
+        for op in t.ops:
+            both = [fold(simd, t, op, arrays, streaming=streaming) for streaming in (False, True)]
+            assert both[0].tobytes() == both[1].tobytes(), (op, nbytes)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("simd", SIMD)
+def test_nothing_beyond_the_end_is_touched(simd: str, streaming: bool, cliff: int) -> None:
     """A read or write too far would end the process."""
     for nbytes in [*range(0, 132), 2047, 2049, 4099]:
         slot = Buffer(nbytes)
-        _core.copy_to_slot(simd, slot.address, cliff - nbytes, nbytes)
+        _core.copy_to_slot(simd, slot.address, streaming, cliff - nbytes, nbytes)
     for t in TYPES:
         for count in [*range(0, 70), 2047 // t.size, 4099 // t.size]:
             at = cliff - count * t.size
             slot = Buffer(count * t.size)
-            _core.fold(simd, t.id, SUM, 1.0, 1.0, 1, [at, at], at, slot.address, count)
+            _core.fold(simd, t.id, SUM, 1.0, 1.0, 1, [at, at], at, slot.address, streaming, count)

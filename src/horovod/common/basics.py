@@ -81,9 +81,10 @@ __all__ = [
 
 Failure = _core.Failure
 
-OUTBOX_BYTES = 8 << 20
-"""Shared memory of one rank that its peers read from: two slots' worth of streaming."""
-
+# A rank's chunk of a segment: small enough that all slots stay in a cache, large enough that ranks
+# which share a core need not change places too often.
+_CHUNK_BYTES = 128 << 10
+_MOST_SEGMENT_BYTES = 1 << 20
 _LEAVE_S = 2.0  # how long an orderly shutdown waits for the others
 _SETS_OF_A_RUN = 1 << 16  # numbers of process sets from those of one init() to those of the next
 _RUNS = 1 << 14  # then they start again
@@ -303,7 +304,7 @@ def _start(comm: Any, sets: Sequence[Any]) -> None:
         if settings.size == 1 or store is None:
             wires = wiring.world_of_one(settings, plan)
         else:
-            memory_bytes = _core.segment_bytes(settings.size, OUTBOX_BYTES)
+            memory_bytes = _core.segment_bytes(settings.size, plan["outbox_bytes"])
             wires = wiring.connect(settings, plan, memory_bytes, store, ranks_of_sets)
         try:
             core = _make_engine(settings, wires)
@@ -340,10 +341,12 @@ def _open_store(settings: Settings) -> StoreClient | None:
 
 def _plan(settings: Settings) -> dict[str, int]:
     """What shapes every schedule; rank 0's is used by all."""
+    segment_bytes = min(_CHUNK_BYTES * settings.size, _MOST_SEGMENT_BYTES)
     return {
         "fusion_threshold_bytes": settings.fusion_threshold_bytes,
         "cycle_time_us": round(settings.cycle_time_ms * 1000),
-        "outbox_bytes": OUTBOX_BYTES,
+        "segment_bytes": segment_bytes,
+        "outbox_bytes": 8 * segment_bytes,  # four fit each of its halves
         "cache_capacity": settings.cache_capacity,
         "join_all_ops": int(settings.join_all_ops),
         "disable_group_fusion": int(settings.disable_group_fusion),
@@ -359,6 +362,7 @@ def _make_engine(settings: Settings, wires: wiring.Wires) -> Any:
     }
     options = {
         "simd": settings.simd,
+        "stores": settings.shm_stores,
         "stall_check": int(settings.stall_check_enabled),
         "stall_warning_s": settings.stall_warning_s,
         "stall_shutdown_s": settings.stall_shutdown_s,

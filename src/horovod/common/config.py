@@ -57,6 +57,7 @@ class Settings:
     log_level: str
     log_hide_time: bool
     simd: str
+    shm_stores: str
     join_all_ops: bool
     disable_group_fusion: bool
     dynamic_process_sets: bool

@@ -692,10 +692,20 @@ KNOBS: tuple[Knob, ...] = (
                 "elastic": Effect.NONE,
                 "dynamic_process_sets": Effect.NEEDLESS,
             }.get(setting, Effect.WORKS),
-            choices=("auto", "baseline", "avx2", "avx512") if setting == "simd" else (),
+            choices={
+                "simd": ("auto", "baseline", "avx2", "avx512"),
+                "shm_stores": ("auto", "ordinary", "streaming"),
+            }.get(setting, ()),
         )
         for env, kind, default, setting, text in (
             ("HOROVOD_SIMD", "choice", "auto", "simd", "Vector instructions of the kernels."),
+            (
+                "HOROVOD_SHM_STORES",
+                "choice",
+                "auto",
+                "shm_stores",
+                "Stores into shared memory: through the caches, past them, or what proves faster.",
+            ),
             (
                 "HOROVOD_JOIN_ALL_OPS",
                 "switch",

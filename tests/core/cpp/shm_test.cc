@@ -51,7 +51,7 @@ class Ranks {
 bool send(Transport& from, int32_t to, bool oldest = true) {
   const std::array<int32_t, 1> readers{to};
   if (from.reserve(readers, from.max_slot_bytes(), oldest) == nullptr) return false;
-  from.publish();
+  from.publish(Stores::Ordinary);
   return true;
 }
 

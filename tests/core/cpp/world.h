@@ -49,8 +49,8 @@ class Decorator : public Transport {
   std::byte* reserve(std::span<const int32_t> to, uint64_t bytes, bool oldest) override {
     return inner_->reserve(to, bytes, oldest);
   }
-  void publish() override { inner_->publish(); }
-  const std::byte* peek(int32_t from, uint64_t bytes) override { return inner_->peek(from, bytes); }
+  void publish(Stores stores) override { inner_->publish(stores); }
+  Arrival peek(int32_t from, uint64_t bytes) override { return inner_->peek(from, bytes); }
   void consume(int32_t from) override { inner_->consume(from); }
   size_t write_control(int32_t to, std::span<const std::byte> bytes) override {
     return inner_->write_control(to, bytes);
@@ -81,12 +81,12 @@ class Losing final : public Decorator {
   std::byte* reserve(std::span<const int32_t> to, uint64_t bytes, bool oldest) override {
     return dead() ? nullptr : Decorator::reserve(to, bytes, oldest);
   }
-  void publish() override {
-    Decorator::publish();
+  void publish(Stores stores) override {
+    Decorator::publish(stores);
     count();
   }
-  const std::byte* peek(int32_t from, uint64_t bytes) override {
-    return dead() ? nullptr : Decorator::peek(from, bytes);
+  Arrival peek(int32_t from, uint64_t bytes) override {
+    return dead() ? Arrival{} : Decorator::peek(from, bytes);
   }
   void consume(int32_t from) override {
     Decorator::consume(from);
