@@ -1,181 +1,165 @@
-"""One adapter for each library that is measured; knows nothing of clocks, suites or tables.
-
-Every rank of one job holds all peers at once, so that they can take turns within one run.
-"""
+"""The peers as a table: how each is installed and started; imports no library that is measured."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
 
-import torch
-
-MIB = 1 << 20
+HERE = Path(__file__).resolve().parent
+INSTALL_S, COMPILE_S = 900, 180
 
 
-class Peer(Protocol):
-    """A library that sums float32 tensors over the ranks, in place, or `averages` parallel ones.
+class Absent(Exception):
+    """A peer that can't take part here; the text says why."""
 
-    `reduce` is one blocking allreduce. `prepare` sees the gradients of a model in the order of its
-    parameters, once; `reduce_all` then sums them as a training loop would have it done, the last
-    layer first, and returns when all are there.
+
+def run(command: Sequence[str], limit_s: float, what: str) -> None:
+    """Runs a command that prepares something. Raises Absent."""
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=limit_s,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Absent(f"{what}: {error}") from error
+    if done.returncode != 0:
+        said = [line.strip() for line in done.stdout.splitlines() if "ERROR" in line.upper()]
+        raise Absent(f"{what}: {(said or done.stdout.splitlines() or ['it failed'])[-1][:300]}")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a peer is installed: the folder of its environment, None for the one we run in."""
+
+    folder: Path | None = None
+
+    @property
+    def python(self) -> str:
+        return str(self.folder / "bin" / "python") if self.folder else sys.executable
+
+    @property
+    def variables(self) -> dict[str, str]:
+        if self.folder is None:
+            return {}
+        return {
+            "PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "LD_LIBRARY_PATH": str(self.folder / "lib"),
+        }
+
+    def mpiexec(self, *options: str) -> list[str]:
+        assert self.folder
+        return [str(self.folder / "bin" / "mpiexec"), *options]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """How the job of a library is started.
+
+    `launch` gives the command before the program and its arguments, from the number of ranks.
+    `packages` are installed into an environment of its own; without any, it runs in ours.
     """
 
-    averages: bool
-
-    def __init__(self, rank: int, size: int, directory: Path) -> None: ...
-    def barrier(self) -> None: ...
-    def reduce(self, tensor: torch.Tensor) -> None: ...
-    def prepare(self, gradients: Sequence[torch.Tensor]) -> None: ...
-    def reduce_all(self) -> None: ...
-    def close(self) -> None: ...
+    adapter: str
+    launch: Callable[[Place, int], list[str]]
+    packages: tuple[str, ...] = ()
+    variables: Callable[[Place, int], Mapping[str, str]] = field(default=lambda place, size: {})
+    build: Callable[[Path], None] | None = None
 
 
-class Horovod:
-    """Each gradient submitted by itself, as DistributedOptimizer does it; the engine fuses."""
-
-    averages = False
-    op = "Sum"
-
-    def __init__(self, rank: int, size: int, directory: Path) -> None:
-        import horovod.torch as hvd
-
-        self.hvd: Any = hvd
-        hvd.init()
-        assert (hvd.rank(), hvd.size()) == (rank, size)
-
-    def barrier(self) -> None:
-        self.hvd.barrier()
-
-    def reduce(self, tensor: torch.Tensor) -> None:
-        self.hvd.allreduce_(tensor, name="one", op=getattr(self.hvd, self.op))
-
-    def prepare(self, gradients: Sequence[torch.Tensor]) -> None:
-        self.gradients = list(enumerate(gradients))[::-1]
-
-    def reduce_all(self) -> None:
-        handles = [
-            self.hvd.allreduce_async_(gradient, name=f"gradient.{i}", op=getattr(self.hvd, self.op))
-            for i, gradient in self.gradients
-        ]
-        for handle in handles:
-            self.hvd.synchronize(handle)
-
-    def close(self) -> None:
-        self.hvd.shutdown()
+def horovodrun(place: Place, size: int) -> list[str]:
+    return [place.python, "-m", "horovod.runner", "-np", str(size)]
 
 
-class HorovodGrouped(Horovod):
-    """All gradients of a step in one grouped call."""
-
-    def reduce_all(self) -> None:
-        tensors = [gradient for _, gradient in self.gradients]
-        self.hvd.grouped_allreduce_(tensors, name="all", op=getattr(self.hvd, self.op))
+def local(place: Place, size: int) -> list[str]:
+    """Without a launcher of the library's: RANK and WORLD_SIZE, as torchrun sets them."""
+    return [place.python, str(HERE / "local.py"), str(size)]
 
 
-class HorovodAdasum(Horovod):
-    averages = True
-    op = "Adasum"
+def hydra(place: Place, size: int) -> list[str]:
+    return place.mpiexec("-n", str(size))
 
 
-class TorchGloo:
-    """torch.distributed with its gloo backend; each gradient by itself."""
-
-    averages = False
-
-    def __init__(self, rank: int, size: int, directory: Path) -> None:
-        import torch.distributed as dist
-
-        self.dist: Any = dist
-        # Ranks meet in a file: a port could be taken by somebody else in between.
-        store = dist.FileStore(str(directory / f"{type(self).__name__}.store"), size)
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-
-    def barrier(self) -> None:
-        self.dist.barrier()
-
-    def reduce(self, tensor: torch.Tensor) -> None:
-        self.dist.all_reduce(tensor)
-
-    def prepare(self, gradients: Sequence[torch.Tensor]) -> None:
-        self.gradients = list(gradients)[::-1]
-
-    def reduce_all(self) -> None:
-        works = [self.dist.all_reduce(gradient, async_op=True) for gradient in self.gradients]
-        for work in works:
-            work.wait()
-
-    def close(self) -> None:
-        if self.dist.is_initialized():
-            self.dist.destroy_process_group()
+def open_mpi(place: Place, size: int) -> list[str]:
+    options = ["--oversubscribe", "--bind-to", "none"]
+    if size > len(os.sched_getaffinity(0)):
+        options += ["--mca", "mpi_yield_when_idle", "1"]
+    if os.geteuid() == 0:
+        options.append("--allow-run-as-root")
+    return place.mpiexec(*options, "-n", str(size))
 
 
-class TorchGlooBuckets(TorchGloo):
-    """As DistributedDataParallel does it: copied into buckets of 1 MiB, then 25 MiB, and back."""
-
-    def prepare(self, gradients: Sequence[torch.Tensor]) -> None:
-        buckets: list[list[torch.Tensor]] = [[]]
-        limit_bytes, filled_bytes = MIB, 0
-        for gradient in reversed(gradients):
-            if filled_bytes >= limit_bytes:
-                buckets.append([])
-                limit_bytes, filled_bytes = 25 * MIB, 0
-            buckets[-1].append(gradient)
-            filled_bytes += gradient.numel() * gradient.element_size()
-        self.buckets = []
-        for bucket in buckets:
-            counts = [gradient.numel() for gradient in bucket]
-            flat = torch.zeros(sum(counts))
-            self.buckets.append((flat, list(zip(flat.split(counts), bucket, strict=True))))
-
-    def reduce_all(self) -> None:
-        works = []
-        for flat, pairs in self.buckets:
-            for piece, gradient in pairs:
-                piece.copy_(gradient)
-            works.append(self.dist.all_reduce(flat, async_op=True))
-        for work, (_, pairs) in zip(works, self.buckets, strict=True):
-            work.wait()
-            for piece, gradient in pairs:
-                gradient.copy_(piece)
+def intel(place: Place, size: int) -> dict[str, str]:
+    return {"I_MPI_ROOT": str(place.folder), "I_MPI_PIN": "0", "I_MPI_FABRICS": "shm"}
 
 
-PEERS: dict[str, type[Peer]] = {
-    "horovod": Horovod,
-    "horovod-grouped": HorovodGrouped,
-    "horovod-adasum": HorovodAdasum,
-    "torch-gloo": TorchGloo,
-    "torch-gloo-buckets": TorchGlooBuckets,
+def oneccl(place: Place, size: int) -> dict[str, str]:
+    assert place.folder
+    return {
+        "I_MPI_ROOT": str(place.folder),
+        "I_MPI_PIN": "0",
+        "CCL_ROOT": str(place.folder),
+        "CCL_ATL_TRANSPORT": "mpi",
+        "CCL_WORKER_OFFLOAD": "0",  # a worker beside each rank would take its core
+        "BENCHMARK_ONECCL": str(place.folder / "lib" / "oneccl_benchmark.so"),
+    }
+
+
+def build_oneccl(folder: Path) -> None:
+    compiler = shutil.which("c++")
+    if compiler is None:
+        raise Absent("there is no C++ compiler")
+    library = folder / "lib"
+    source = ["-O2", "-std=c++17", f"-I{folder / 'include'}", str(HERE / "oneccl.cc")]
+    linked = [f"-L{library}", "-l:libccl.so.1", f"-Wl,-rpath,{library},--allow-shlib-undefined"]
+    target = ["-shared", "-fPIC", "-o", str(library / "oneccl_benchmark.so")]
+    run([compiler, *source, *linked, *target], COMPILE_S, "compiling oneccl.cc")
+
+
+MPI_PACKAGES = ("numpy", "mpi4py")
+PEERS = {
+    "horovod": Peer("Horovod", horovodrun),
+    "horovod-unfused": Peer(
+        "Horovod", horovodrun, variables=lambda place, size: {"HOROVOD_FUSION_THRESHOLD": "0"}
+    ),
+    "horovod-adasum": Peer("HorovodAdasum", horovodrun),
+    "torch-gloo": Peer("TorchGloo", local),
+    "independent": Peer("Independent", local),
+    "mpich": Peer("Mpi", hydra, (*MPI_PACKAGES, "mpich")),
+    "openmpi": Peer("Mpi", open_mpi, (*MPI_PACKAGES, "openmpi")),
+    "intel-mpi": Peer("Mpi", hydra, (*MPI_PACKAGES, "impi-rt"), variables=intel),
+    "oneccl": Peer(
+        "OneCcl",
+        hydra,
+        ("numpy", "oneccl", "oneccl-devel"),
+        variables=oneccl,
+        build=build_oneccl,
+    ),
 }
 
 
-def resnet50() -> list[int]:
-    """Elements of each parameter of ResNet-50."""
-    counts, channels = [64 * 3 * 7 * 7, 64, 64], 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            counts += [width * channels, width, width, width * width * 9, width, width]
-            counts += [width * width * 4, width * 4, width * 4]
-            if block == 0:
-                counts += [width * 4 * channels, width * 4, width * 4]
-            channels = width * 4
-    counts += [1000 * 2048, 1000]
-    assert (len(counts), sum(counts)) == (161, 25_557_032)
-    return counts
-
-
-def bert_base() -> list[int]:
-    """Elements of each parameter of BERT-base (uncased)."""
-    hidden, inner = 768, 3072
-    counts = [30522 * hidden, 512 * hidden, 2 * hidden, hidden, hidden]
-    for _ in range(12):
-        counts += [hidden * hidden, hidden] * 4 + [hidden, hidden]
-        counts += [inner * hidden, inner, hidden * inner, hidden, hidden, hidden]
-    counts += [hidden * hidden, hidden]
-    assert (len(counts), sum(counts)) == (199, 109_482_240)
-    return counts
-
-
-MODELS = {"resnet50": resnet50, "bert-base": bert_base}
+def install(name: str, environments: Path) -> Place:
+    """The place of a peer, made if it isn't there yet. Raises Absent."""
+    peer = PEERS[name]
+    if not peer.packages:
+        return Place()
+    folder = environments / name
+    done = folder / "complete"  # and for which packages
+    if not (done.is_file() and done.read_text().split() == list(peer.packages)):
+        shutil.rmtree(folder, ignore_errors=True)
+        run([sys.executable, "-m", "venv", str(folder)], COMPILE_S, "making an environment")
+        pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+        run([*pip, *peer.packages], INSTALL_S, "pip")
+        if peer.build:
+            peer.build(folder)
+        done.write_text("\n".join(peer.packages))
+    return Place(folder)

@@ -21,7 +21,7 @@ import torch
 
 import horovod.tensorflow as hvd
 import horovod.torch
-from peers import MODELS
+from horovod.bench.points import MODELS
 
 
 def training_step(counts: list[int], distributed: bool) -> Callable[[], Any]:

@@ -1,0 +1,43 @@
+"""The yard-stick: limit_shm.cc compiled, and run between turns; knows nothing else of it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from peers import COMPILE_S, HERE, Absent, run
+
+RUN_S = 120
+SLOT_BYTES, STREAMING = str(4 << 20), "1"
+
+
+def build(folder: Path) -> Path:
+    """Raises Absent."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        raise Absent("there is no C++ compiler")
+    program = folder / "limit_shm"
+    command = [compiler, "-O3", "-march=native", "-std=c++20", str(HERE / "limit_shm.cc")]
+    run([*command, "-o", str(program)], COMPILE_S, "compiling limit_shm.cc")
+    return program
+
+
+def take_s(program: Path, size: int, size_bytes: int) -> float:
+    """Seconds of an allreduce among `size` processes. Raises Absent."""
+    try:
+        done = subprocess.run(
+            [str(program), str(size), SLOT_BYTES, STREAMING, str(size_bytes)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=RUN_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise Absent(f"limit_shm: {error}") from error
+    found = re.search(rf"^ *{size_bytes} B:.* allreduce +([\d.]+) us", done.stdout, re.M)
+    if not found:
+        raise Absent("limit_shm printed nothing that is known here")
+    return float(found[1]) / 1e6
