@@ -16,7 +16,6 @@ RUN = ROOT / "benchmarks" / "run.py"
 
 pytestmark = pytest.mark.timeout(170)  # one short run for all
 
-
 ROWS = {
     "sizes": {"horovod", "torch-gloo", "limit"},
     "sets": {"horovod", "horovod, grouped", "torch-gloo", "torch-gloo, buckets", "limit"},
