@@ -370,6 +370,8 @@ class PyDoor {
   Doorway* const door_ = new Doorway;
 };
 
+Stores stores_of(bool streaming) { return streaming ? Stores::Streaming : Stores::Ordinary; }
+
 // The yard-stick of `horovod bench`, which runs beside an engine and knows nothing of it.
 class PyLimit {
  public:
@@ -391,8 +393,8 @@ class PyLimit {
   std::pair<double, double> allreduce(Address data, size_t count, uint64_t slot_bytes,
                                       bool streaming) {
     const nb::gil_scoped_release release;
-    const auto stores = streaming ? Stores::Streaming : Stores::Ordinary;
-    const auto span = limit_.allreduce(reinterpret_cast<float*>(data), count, slot_bytes, stores);
+    const auto span =
+        limit_.allreduce(reinterpret_cast<float*>(data), count, slot_bytes, stores_of(streaming));
     const auto at = [](std::chrono::steady_clock::time_point t) {
       return std::chrono::duration<double>(t.time_since_epoch()).count();
     };
@@ -405,8 +407,6 @@ class PyLimit {
 };
 
 // ---- For tests: kernels on plain addresses ----------------------------------------------------
-
-Stores stores_of(bool streaming) { return streaming ? Stores::Streaming : Stores::Ordinary; }
 
 void fold(const std::string& simd, int dtype, int op, double prescale, double postscale,
           uint32_t divisor, const std::vector<Address>& terms, Address out, Address slot,

@@ -118,20 +118,12 @@ Limit::Span Limit::allreduce(float* data, size_t count, uint64_t slot_bytes, Sto
 void Limit::reduce_segment(float* data, size_t count, uint64_t half, uint64_t slot_bytes,
                            Stores stores) {
   const Kernels& kernels = *options_.kernels;
-  const bool streaming = stores == Stores::Streaming;
   std::byte* const out = slot(options_.rank, half, slot_bytes);
-  const auto to_slot = [&](const Range& range) {
-    std::byte* const to = out + range.begin * sizeof(float);
-    const std::byte* const from = bytes_of(data + range.begin);
-    if (streaming) {
-      kernels.copy_to_slot(to, from, range.count * sizeof(float));
-    } else {
-      std::memcpy(to, from, range.count * sizeof(float));
-    }
-  };
-
   for (int32_t rank = 0; rank < options_.size; ++rank) {
-    if (rank != options_.rank) to_slot(chunk(rank, count));
+    if (rank == options_.rank) continue;
+    const Range theirs = chunk(rank, count);
+    kernels.copy_to_slot(out + theirs.begin * sizeof(float), stores, bytes_of(data + theirs.begin),
+                         theirs.count * sizeof(float));
   }
   store_fence();
   barrier();
@@ -144,10 +136,8 @@ void Limit::reduce_segment(float* data, size_t count, uint64_t half, uint64_t sl
                            ? bytes_of(data + own.begin)
                            : slot(rank, half, slot_bytes) + own.begin * sizeof(float));
     }
-    std::byte* const to = streaming ? out + own.begin * sizeof(float) : nullptr;
-    kernels.fold({.dtype = DType::Float32, .op = ReduceOp::Sum}, bytes_of(data + own.begin), to,
-                 terms_.data(), terms_.size(), own.count);
-    if (!streaming) to_slot(own);
+    kernels.fold({.dtype = DType::Float32, .op = ReduceOp::Sum}, bytes_of(data + own.begin),
+                 out + own.begin * sizeof(float), stores, terms_.data(), terms_.size(), own.count);
   }
   store_fence();
   barrier();

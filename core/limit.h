@@ -13,10 +13,6 @@
 
 namespace horovod {
 
-// How results reach a slot: past the caches, or with ordinary stores. Which is faster depends on
-// the processor, and on whether the peers' caches hold what is stored.
-enum class Stores : uint8_t { Ordinary = 0, Streaming = 1 };
-
 struct LimitOptions {
   int32_t rank = 0;
   int32_t size = 1;         // ranks that share the memory
