@@ -10,7 +10,6 @@ from pathlib import Path
 from peers import COMPILE_S, HERE, Absent, run
 
 RUN_S = 120
-SLOT_BYTES, STREAMING = str(4 << 20), "1"
 
 
 def build(folder: Path) -> Path:
@@ -28,7 +27,7 @@ def take_s(program: Path, size: int, size_bytes: int) -> float:
     """Seconds of an allreduce among `size` processes. Raises Absent."""
     try:
         done = subprocess.run(
-            [str(program), str(size), SLOT_BYTES, STREAMING, str(size_bytes)],
+            [str(program), str(size), str(size_bytes)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -2,16 +2,18 @@
 // of one host cost; knows nothing of the product.
 //
 //   c++ -O3 -march=native -std=c++20 benchmarks/limit_shm.cc -o benchmarks/limit_shm
-//   benchmarks/limit_shm [processes=2] [slot_bytes=4194304] [streaming=1] [bytes ...]
+//   benchmarks/limit_shm [processes=2] [bytes ...]
 //
 // Prints the time of a barrier and, for each size, of
 //   pass       one in-place pass over the data by all processes at once: read + write, the floor
 //   memcpy     a copy of the data, by all processes at once
 //   allreduce  in segments through two shared slots a process. Each process writes the chunks of
-//   its peers into its
-//              slot, folds the peers' terms into its own chunk, publishes that, and copies the
-//              others' results. 2 (n - 1) / n times the data crosses between processes. `streaming`
-//              chooses the stores into slots: 1 past the caches, 0 ordinary.
+//              its peers into its slot, folds the peers' terms into its own chunk, publishes that,
+//              and copies the others' results. 2 (n - 1) / n times the data crosses between
+//              processes.
+// No way to do that is best on all machines, or at all times on one. So there are several, which
+// take turns: slots of several sizes, and stores into them past the caches or through them. The
+// yard-stick is the fastest; the others follow it.
 #include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -20,12 +22,14 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <vector>
 
@@ -37,6 +41,7 @@ namespace {
 
 constexpr size_t kLine = 64 / sizeof(float);  // elements of a cache line
 constexpr size_t kPage = 4096;
+constexpr int kTurns = 5;
 
 double now_s() {
   const auto since = std::chrono::steady_clock::now().time_since_epoch();
@@ -56,23 +61,25 @@ double median(std::vector<double> times) {
   return times[times.size() / 2];
 }
 
-// A cache line in registers: one, two or four of them, as the processor has it.
-typedef float Line __attribute__((vector_size(64), aligned(4)));
-
-Line load(const float* from) { return *reinterpret_cast<const Line*>(from); }
-
-// Stores a whole cache line, at a boundary of 64 bytes, past the caches.
-void stream(float* to, Line line) {
 #if defined(__AVX512F__)
-  _mm512_stream_ps(to, (__m512)line);
-#elif defined(__x86_64__)
-  for (size_t k = 0; k < kLine; k += 4) {
-    _mm_stream_ps(to + k, _mm_set_ps(line[k + 3], line[k + 2], line[k + 1], line[k]));
-  }
+typedef float Vector __attribute__((vector_size(64), aligned(4)));
+void stream(float* to, Vector v) { _mm512_stream_ps(to, (__m512)v); }
+#elif defined(__AVX__)
+typedef float Vector __attribute__((vector_size(32), aligned(4)));
+void stream(float* to, Vector v) { _mm256_stream_ps(to, (__m256)v); }
 #else
-  *reinterpret_cast<Line*>(to) = line;
+typedef float Vector __attribute__((vector_size(16), aligned(4)));
+void stream(float* to, Vector v) {
+#if defined(__x86_64__)
+  _mm_stream_ps(to, (__m128)v);
+#else
+  *reinterpret_cast<Vector*>(to) = v;
 #endif
 }
+#endif
+constexpr size_t kLanes = sizeof(Vector) / sizeof(float);
+
+Vector load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
 
 void streams_done() {
 #if defined(__x86_64__)
@@ -83,7 +90,7 @@ void streams_done() {
 void copy_to_slot(float* slot, const float* from, size_t n, bool streaming) {
   size_t i = 0;
   if (streaming) {
-    for (; i + kLine <= n; i += kLine) stream(slot + i, load(from + i));
+    for (; i + kLanes <= n; i += kLanes) stream(slot + i, load(from + i));
     streams_done();
   }
   std::memcpy(slot + i, from + i, (n - i) * sizeof(float));
@@ -92,17 +99,31 @@ void copy_to_slot(float* slot, const float* from, size_t n, bool streaming) {
 // sum += term, and the sums to the slot.
 void add_to_slot(float* sum, const float* term, float* slot, size_t n, bool streaming) {
   size_t i = 0;
-  if (streaming) {
-    for (; i + kLine <= n; i += kLine) {
-      const Line line = load(sum + i) + load(term + i);
-      *reinterpret_cast<Line*>(sum + i) = line;
-      stream(slot + i, line);
+  for (; i + kLanes <= n; i += kLanes) {
+    const Vector v = load(sum + i) + load(term + i);
+    *reinterpret_cast<Vector*>(sum + i) = v;
+    if (streaming) {
+      stream(slot + i, v);
+    } else {
+      *reinterpret_cast<Vector*>(slot + i) = v;
     }
-    streams_done();
   }
-  for (size_t k = i; k < n; ++k) sum[k] += term[k];
-  std::memcpy(slot + i, sum + i, (n - i) * sizeof(float));
+  if (streaming) streams_done();
+  for (; i < n; ++i) slot[i] = sum[i] += term[i];
 }
+
+// How to do it.
+struct Way {
+  size_t slot_bytes;
+  bool streaming;
+  const char* name;
+};
+constexpr Way kWays[] = {
+    {256 << 10, false, "256 KiB ordinary"}, {256 << 10, true, "256 KiB streaming"},
+    {1 << 20, false, "1 MiB ordinary"},     {1 << 20, true, "1 MiB streaming"},
+    {4 << 20, true, "4 MiB streaming"},
+};
+constexpr size_t kMostSlotBytes = 4 << 20;
 
 struct alignas(64) Position {
   std::atomic<uint32_t> value;
@@ -115,13 +136,11 @@ struct Slice {
 // One process's sight of the shared memory: a position for each process, then two slots for each.
 class Process {
  public:
-  Process(char* memory, int rank, int size, size_t slot_elements, bool streaming)
+  Process(char* memory, int rank, int size)
       : positions_(reinterpret_cast<Position*>(memory)),
         slots_(reinterpret_cast<float*>(memory + kPage)),
         rank_(rank),
-        size_(size),
-        slot_elements_(slot_elements),
-        streaming_(streaming) {
+        size_(size) {
     cpu_set_t cores;
     sched_getaffinity(0, sizeof cores, &cores);
     spins_ =
@@ -141,7 +160,9 @@ class Process {
     }
   }
 
-  void allreduce(float* data, size_t n) {
+  void allreduce(float* data, size_t n, const Way& way) {
+    slot_elements_ = way.slot_bytes / sizeof(float);
+    streaming_ = way.streaming;
     for (size_t at = 0, half = 0; at < n; at += slot_elements_, half ^= 1) {
       reduce_segment(data + at, std::min(slot_elements_, n - at), half);
     }
@@ -189,8 +210,8 @@ class Process {
   Position* positions_;
   float* slots_;
   int rank_, size_;
-  size_t slot_elements_;
-  bool streaming_;
+  size_t slot_elements_ = 0;
+  bool streaming_ = false;
   int spins_;
   uint32_t round_ = 0;
 };
@@ -207,14 +228,30 @@ Buffer buffer(size_t bytes) {
   return Buffer(memory);
 }
 
+using WayTimes = std::array<std::vector<double>, std::size(kWays)>;
+
+void print(size_t bytes, double pass, double copy, const WayTimes& times) {
+  std::array<double, std::size(kWays)> medians;
+  std::transform(times.begin(), times.end(), medians.begin(), median);
+  const size_t best = std::min_element(medians.begin(), medians.end()) - medians.begin();
+  std::printf("%10zu B: pass %9.1f us, memcpy %9.1f us, allreduce %9.1f us = %5.2f x pass (%s",
+              bytes, pass * 1e6, copy * 1e6, medians[best] * 1e6, medians[best] / pass,
+              kWays[best].name);
+  for (size_t way = 0; way < std::size(kWays); ++way) {
+    if (way != best) std::printf("; %s %.1f", kWays[way].name, medians[way] * 1e6);
+  }
+  std::printf(")\n");
+  std::fflush(stdout);
+}
+
 bool measure(Process& process, int rank, int size, size_t bytes) {
   const size_t n = bytes / sizeof(float);
   const Buffer x = buffer(bytes), y = buffer(bytes);
   if (!x || !y) return false;
-  const size_t runs =
-      std::max<size_t>(bytes > (200u << 20) ? 5 : 9, std::min<size_t>(2000, (256u << 20) / bytes));
-  std::vector<double> pass, copy, reduce;
-  for (size_t run = 0; run < runs; ++run) {
+  const size_t runs = std::clamp<size_t>((16u << 20) / bytes, 2, 100);  // of a turn
+  std::vector<double> pass, copy;
+  WayTimes reduce;
+  for (size_t run = 0; run < kTurns * runs; ++run) {
     process.barrier();
     const double start = now_s();
     for (size_t i = 0; i < n; ++i) x[i] *= 1.0000001f;
@@ -225,25 +262,24 @@ bool measure(Process& process, int rank, int size, size_t bytes) {
     pass.push_back(passed - start);
     copy.push_back(now_s() - passed);
   }
-  for (size_t run = 0; run < runs; ++run) {
-    std::fill_n(x.get(), n, static_cast<float>(rank + 1));
-    process.barrier();
-    const double start = now_s();
-    process.allreduce(x.get(), n);
-    reduce.push_back(now_s() - start);
-    const float expected = static_cast<float>(size * (size + 1)) / 2;
-    if (!std::all_of(x.get(), x.get() + n, [=](float sum) { return sum == expected; }))
-      return false;
-    process.barrier();
+  for (int turn = 0; turn < kTurns; ++turn) {
+    for (size_t way = 0; way < std::size(kWays); ++way) {
+      for (size_t run = 0; run <= runs; ++run) {
+        std::fill_n(x.get(), n, static_cast<float>(rank + 1));
+        process.barrier();
+        const double start = now_s();
+        process.allreduce(x.get(), n, kWays[way]);
+        // The first of a turn finds the slots where the way before has left them.
+        if (run > 0) reduce[way].push_back(now_s() - start);
+        const float expected = static_cast<float>(size * (size + 1)) / 2;
+        if (!std::all_of(x.get(), x.get() + n, [=](float sum) { return sum == expected; })) {
+          return false;
+        }
+        process.barrier();
+      }
+    }
   }
-  if (rank == 0) {
-    const double p = median(pass), c = median(copy), r = median(reduce);
-    std::printf(
-        "%10zu B: pass %9.1f us, memcpy %9.1f us, allreduce %9.1f us = %5.2f x pass, %6.2f GB/s\n",
-        bytes, p * 1e6, c * 1e6, r * 1e6, r / p,
-        2.0 * (size - 1) / size * static_cast<double>(bytes) / r / 1e9);
-    std::fflush(stdout);
-  }
+  if (rank == 0) print(bytes, median(pass), median(copy), reduce);
   return true;
 }
 
@@ -269,22 +305,19 @@ bool run(Process& process, int rank, int size, const std::vector<size_t>& sizes)
 
 int main(int argc, char** argv) {
   const int size = argc > 1 ? std::atoi(argv[1]) : 2;
-  const size_t slot_bytes = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 4u << 20;
-  const bool streaming = argc > 3 ? std::atoi(argv[3]) != 0 : true;
-  if (size < 2 || size > static_cast<int>(kPage / sizeof(Position)) || slot_bytes % kPage != 0 ||
-      slot_bytes == 0) {
-    std::fprintf(stderr, "2 to 64 processes; slots of whole pages of %zu bytes\n", kPage);
+  if (size < 2 || size > static_cast<int>(kPage / sizeof(Position))) {
+    std::fprintf(stderr, "2 to 64 processes\n");
     return 2;
   }
   std::vector<size_t> sizes;
-  for (int i = 4; i < argc; ++i) {
+  for (int i = 2; i < argc; ++i) {
     sizes.push_back(std::max<size_t>(std::strtoull(argv[i], nullptr, 10), sizeof(float)));
   }
   if (sizes.empty()) {
     sizes = {4,        1 << 10,  16 << 10,  256 << 10, 1 << 20,
              16 << 20, 64 << 20, 102228128, 437928960};  // the last two: ResNet-50 and BERT-base
   }
-  const size_t bytes = kPage + size * 2 * slot_bytes;
+  const size_t bytes = kPage + size * 2 * kMostSlotBytes;
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) {
     std::perror("mmap");
@@ -294,7 +327,7 @@ int main(int argc, char** argv) {
   int rank = size - 1;
   while (rank > 0 && fork() != 0) --rank;
   if (rank != 0) prctl(PR_SET_PDEATHSIG, SIGKILL);  // never outlive a first process that failed
-  Process process(static_cast<char*>(memory), rank, size, slot_bytes / sizeof(float), streaming);
+  Process process(static_cast<char*>(memory), rank, size);
   if (!run(process, rank, size, sizes)) return 1;
   while (rank == 0 && wait(nullptr) > 0) {
   }

@@ -69,7 +69,7 @@ MUTATIONS = [
         "one rank's last element is skipped",
         "mesh.cc",
         "bytes / info(dtype).size);",
-        "bytes / info(dtype).size - (run.schedule.peers.front() == 0 && bytes > 64));",
+        "bytes / info(dtype).size - (!terms_.empty() && slots_[0] != nullptr && bytes > 64));",
         "conformance",
     ),
     # Schedules.
@@ -112,8 +112,8 @@ MUTATIONS = [
     Mutation(
         "terms are folded in another order",
         "mesh.cc",
-        "slots_[static_cast<size_t>(peers[i])] = slot;",
-        "slots_[static_cast<size_t>(peers[peers.size() - 1 - i])] = slot;",
+        "slots_[static_cast<size_t>(peers[i])] = slot.data;",
+        "slots_[static_cast<size_t>(peers[peers.size() - 1 - i])] = slot.data;",
         "conformance",
     ),
     Mutation(
