@@ -226,12 +226,11 @@ class Guardian:
             self._closed = True
             self._write(guardian.RELEASE)
             process = self._process
-        try:
-            process.wait(_GUARDIAN_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(_GUARDIAN_S)
+        # The thread sleeps until the process ends; Popen.wait() with a limit would poll for it.
         self._thread.join(_GUARDIAN_S)
+        if self._thread.is_alive():
+            process.kill()
+            self._thread.join(_GUARDIAN_S)
         assert process.stdin is not None
         process.stdin.close()
 
