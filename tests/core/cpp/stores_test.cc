@@ -60,12 +60,20 @@ void test_trials() {
 
 // What reading costs counts, and is a cost a byte whatever the sizes.
 void test_readers() {
-  const Costs slow_to_read{{400, 300}, {300, 500}};
+  const Costs slow_to_read{{500, 200}, {200, 500}};
   for (const uint64_t bytes : {kBytes, 32 * kBytes}) {
     StoreChoice choice;
     run(choice, slow_to_read, StoreChoice::kTrial, true, bytes);
     CHECK(choice.next() == Stores::Ordinary);
   }
+}
+
+// Streaming that looks only a little cheaper isn't.
+void test_doubt() {
+  StoreChoice choice;
+  run(choice, {{400, 300}, {300, 300}}, StoreChoice::kTrial);
+  CHECK(choice.next() == Stores::Ordinary);
+  CHECK(!choice.measures(kBytes));
 }
 
 // Who only writes can't judge; it is asked again soon.
@@ -115,6 +123,7 @@ void test_names() {
 int main() {
   horovod::test_trials();
   horovod::test_readers();
+  horovod::test_doubt();
   horovod::test_roots();
   horovod::test_fixed();
   horovod::test_small_slots();
