@@ -236,7 +236,8 @@ class Mpi(Numpy):
         self.world = MPI.COMM_WORLD
         self.rank, self.size = self.world.rank, self.world.size
         self.versions["mpi4py"] = mpi4py.__version__
-        self.versions["MPI"] = " ".join(MPI.Get_library_version().split(",")[0].split()[:9])
+        first, *_ = MPI.Get_library_version().partition(",")[0].splitlines()
+        self.versions["MPI"] = " ".join(first.split())
 
     def barrier(self) -> None:
         self.world.Barrier()

@@ -60,11 +60,15 @@ class Result:
 
 @dataclass(frozen=True)
 class Absence:
-    """Who didn't take part, or not to the end, and why."""
+    """Who didn't take part, or not to the end, and why; np is 0 if with any number of processes."""
 
     np: int
     peer: str
     reason: str
+
+    def __str__(self) -> str:
+        where = f", {self.np} processes" if self.np else ""
+        return f"{self.peer}{where}: {self.reason}"
 
 
 def size_name(size_bytes: int) -> str:
@@ -158,7 +162,10 @@ SUITES = {
             unit="s",
             peers=(),
             points=(Point("wall time", "none"),),
-            ratios=(("*", "horovodrun"),),
+            ratios=(
+                ("torchrun", "horovodrun"),
+                ("torchrun - import torch", "horovodrun - import torch"),
+            ),
         ),
     )
 }

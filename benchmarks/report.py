@@ -124,10 +124,7 @@ def write(
     lines += ["Medians (10 % .. 90 % of all iterations), until the slowest rank is done.", ""]
     if absences:
         lines += ["## Absent", ""]
-        lines += [
-            f"- {a.peer}{f', {a.np} processes' if a.np else ''}: {a.reason}" for a in absences
-        ]
-        lines.append("")
+        lines += [f"- {absence}" for absence in absences] + [""]
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -136,8 +133,10 @@ def write(
     else:
         plots = True
     for suite in suites:
+        sizes = sorted({result.np for result in results if result.suite == suite.name})
         lines += [f"## {suite.title}", "", suite.text, ""]
-        for np in sorted({result.np for result in results if result.suite == suite.name}):
+        lines += [] if sizes else ["Nothing was measured.", ""]
+        for np in sizes:
             cells = cells_of(results, suite.name, np)
             lines += [f"### {suite.name}, {np} processes", "", time_table(cells, suite), ""]
             ratios = ratio_table(cells, suite)

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -46,7 +47,7 @@ class Session:
 
     def absent(self, np: int, peer: str, reason: str) -> None:
         self.absences.append(Absence(np, peer, reason))
-        self.say(f"absent: {peer}, {np} processes: {reason}")
+        self.say(f"absent: {self.absences[-1]}")
 
     def say(self, text: str) -> None:
         print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
@@ -99,7 +100,8 @@ def take_turns(session: Session, np: int, suites: Sequence[Suite], directory: Pa
         jobs = [session.start(name, np, directory, stack) for name in names]
         turns = Turns(job for job in jobs if job is not None)
         for job in turns.jobs.values():
-            session.versions.update({f"{job.name}: {k}": v for k, v in job.versions.items()})
+            told = ", ".join(f"{name} {version}" for name, version in job.versions.items())
+            session.versions[f"versions of {job.name}"] = told
         for suite in suites:
             for point in suite.points:
                 session.say(f"{suite.name}, {np} processes: {point.name}")
@@ -177,28 +179,31 @@ def facts(session: Session) -> dict[str, str]:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         key, _, value = line.partition(":")
         told.setdefault(key.strip(), value.strip())
-    siblings = Path("/sys/devices/system/cpu/cpu0/topology/thread_siblings_list")
     cores = sorted(os.sched_getaffinity(0))
     found = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "processor": told.get("model name", platform.machine()),
         "processors to run on": f"{len(cores)} of {os.cpu_count()}",
-        "threads of the first core": siblings.read_text().strip() if siblings.is_file() else "?",
         "kernel": platform.release(),
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
         "load before": session.load,
         "Python": platform.python_version(),
     }
-    revision = subprocess.run(
-        ["git", "-C", str(HERE), "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        timeout=10,
-        check=False,
-    )
-    if revision.returncode == 0:
-        found["revision"] = revision.stdout.strip()
+    siblings = Path("/sys/devices/system/cpu/cpu0/topology/thread_siblings_list")
+    if siblings.is_file():  # a virtual machine may hide that there are any
+        found["threads of the first core"] = siblings.read_text().strip()
+    git = shutil.which("git")
+    if git:
+        described = subprocess.run(
+            [git, "-C", str(HERE), "describe", "--always", "--dirty"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+        if described.returncode == 0:
+            found["revision"] = described.stdout.strip()
     return {**found, **session.versions}
 
 
