@@ -85,14 +85,16 @@ def plot(cells: Cells, suite: Suite, title: str, path: Path) -> None:
         row: {column: statistics.median(samples) for column, samples in by_column.items()}
         for row, by_column in cells.items()
     }
+    twenty = pyplot.get_cmap("tab20")
+    colors = {row: twenty(i % 20) for i, row in enumerate(medians)} | {"limit": "black"}
     figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
     if suite.plot == "lines":
         sizes = {point.name: point.size_bytes for point in suite.points}
         for row, values in medians.items():
-            style = {"color": "black", "linestyle": "--"} if row == "limit" else {"marker": "o"}
-            width = 2.5 if row == "horovod" else 1.2
+            style = {"linestyle": "--"} if row == "limit" else {"marker": "o"}
+            style |= {"color": colors[row], "linewidth": 2.5 if row == "horovod" else 1.2}
             x = [sizes[column] for column in values]
-            axes.plot(x, list(values.values()), label=row, linewidth=width, **style)
+            axes.plot(x, list(values.values()), label=row, **style)
         axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel=suite.unit)
         axes.set_xticks(list(sizes.values()), list(sizes))
         axes.grid(alpha=0.3)
@@ -100,7 +102,7 @@ def plot(cells: Cells, suite: Suite, title: str, path: Path) -> None:
         width = 0.8 / len(medians)
         for i, (row, values) in enumerate(medians.items()):
             x = [columns.index(column) + (i - len(medians) / 2 + 0.5) * width for column in values]
-            axes.bar(x, list(values.values()), width, label=row)
+            axes.bar(x, list(values.values()), width, label=row, color=colors[row])
         axes.set_xticks(range(len(columns)), columns)
         axes.set(ylabel=suite.unit)
         values = [value for by_column in medians.values() for value in by_column.values()]

@@ -58,7 +58,8 @@ class Session:
     def install(self, names: Sequence[str]) -> None:
         """Before any job starts, since that has a deadline."""
         for name in names:
-            self.say(f"installing {name}")
+            if PEERS[name].packages:
+                self.say(f"installing {name}, unless it is there")
             try:
                 self.places[name] = install(name, self.options.environments)
             except Absent as absent:
