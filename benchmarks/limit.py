@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 from peers import COMPILE_S, HERE, Absent, run
 
 RUN_S = 120
+TAKE_S = 10.0  # it tries several ways itself, so for what is large few samples suffice
 
 
 def build(folder: Path) -> Path:
@@ -40,3 +42,21 @@ def take_s(program: Path, size: int, size_bytes: int) -> float:
     if not found:
         raise Absent("limit_shm printed nothing that is known here")
     return float(found[1]) / 1e6
+
+
+class Samples:
+    """The yard-stick at one point: each call takes a sample, in seconds, for TAKE_S in all."""
+
+    def __init__(self, program: Path, size: int, size_bytes: int) -> None:
+        self.samples: list[float] = []
+        self.failed = ""
+        self._arguments = program, size, size_bytes
+        self._ends = time.monotonic() + TAKE_S
+
+    def __call__(self) -> None:
+        if self.failed or time.monotonic() > self._ends:
+            return
+        try:
+            self.samples.append(take_s(*self._arguments))
+        except Absent as absent:
+            self.failed = str(absent)

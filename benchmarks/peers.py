@@ -89,13 +89,23 @@ def hydra(place: Place, size: int) -> list[str]:
     return place.mpiexec("-n", str(size))
 
 
+def crowded(size: int) -> bool:
+    """Whether there are more ranks than cores: then who waits should give its core away."""
+    return size > len(os.sched_getaffinity(0))
+
+
 def open_mpi(place: Place, size: int) -> list[str]:
     options = ["--oversubscribe", "--bind-to", "none"]
-    if size > len(os.sched_getaffinity(0)):
+    if crowded(size):
         options += ["--mca", "mpi_yield_when_idle", "1"]
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")
     return place.mpiexec(*options, "-n", str(size))
+
+
+def mpich(place: Place, size: int) -> dict[str, str]:
+    throttle = "MPIR_CVAR_CH4_PROGRESS_THROTTLE"
+    return {throttle: "1", f"{throttle}_NO_PROGRESS_COUNT": "100"} if crowded(size) else {}
 
 
 def intel(place: Place, size: int) -> dict[str, str]:
@@ -109,6 +119,7 @@ def oneccl(place: Place, size: int) -> dict[str, str]:
         "I_MPI_PIN": "0",
         "CCL_ROOT": str(place.folder),
         "CCL_ATL_TRANSPORT": "mpi",
+        "CCL_YIELD": "sched_yield" if crowded(size) else "pause",
         "CCL_WORKER_OFFLOAD": "0",  # a worker beside each rank would take its core
         "BENCHMARK_ONECCL": str(place.folder / "lib" / "oneccl_benchmark.so"),
     }
@@ -134,7 +145,7 @@ PEERS = {
     "horovod-adasum": Peer("HorovodAdasum", horovodrun),
     "torch-gloo": Peer("TorchGloo", local),
     "independent": Peer("Independent", local),
-    "mpich": Peer("Mpi", hydra, (*MPI_PACKAGES, "mpich")),
+    "mpich": Peer("Mpi", hydra, (*MPI_PACKAGES, "mpich"), variables=mpich),
     "openmpi": Peer("Mpi", open_mpi, (*MPI_PACKAGES, "openmpi")),
     "intel-mpi": Peer("Mpi", hydra, (*MPI_PACKAGES, "impi-rt"), variables=intel),
     "oneccl": Peer(

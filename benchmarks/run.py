@@ -28,7 +28,7 @@ import commands
 import limit
 import report
 from peers import PEERS, Absent, Place, install
-from points import MIB, OPTIONAL, SUITES, Absence, Point, Result, Suite
+from points import MIB, OPTIONAL, SUITES, Absence, Result, Suite
 from turns import Job, JobFailed, Turns
 
 HERE = Path(__file__).resolve().parent
@@ -106,30 +106,23 @@ def take_turns(session: Session, np: int, suites: Sequence[Suite], directory: Pa
         for suite in suites:
             for point in suite.points:
                 session.say(f"{suite.name}, {np} processes: {point.name}")
-                limits: list[float] = []
-
-                def between(point: Point = point, limits: list[float] = limits) -> None:
-                    nonlocal program
-                    if program:
-                        try:
-                            limits.append(limit.take_s(program, np, point.size_bytes))
-                        except Absent as absent:
-                            session.absent(np, "limit", str(absent))
-                            program = None
-
+                yard_stick = limit.Samples(program, np, point.size_bytes) if program else None
                 taken = turns.take(
                     point,
                     [name for name in names if name in suite.peers],
                     options.seconds,
                     options.rounds,
-                    between if suite.limit else lambda: None,
+                    yard_stick if yard_stick and suite.limit else lambda: None,
                 )
                 for (peer, way), samples in taken.items():
                     # The first of several ways is the peer's own row.
                     row = peer if way == turns.ways[peer][point.kind][0] else f"{peer}, {way}"
                     session.add(suite, np, row, point.name, samples)
-                if limits:
-                    session.add(suite, np, "limit", point.name, limits)
+                if yard_stick and yard_stick.samples:
+                    session.add(suite, np, "limit", point.name, yard_stick.samples)
+                if yard_stick and yard_stick.failed:
+                    session.absent(np, "limit", yard_stick.failed)
+                    program = None
         for name, reason in turns.failed.items():
             session.absent(np, name, reason)
 

@@ -20,6 +20,7 @@ from typing import Any
 from points import Point
 
 START_S, ANSWER_S, END_S = 120.0, 60.0, 10.0
+SLOW = 10  # times the seconds it should take, a peer has no more turns at a point
 
 
 class JobFailed(Exception):
@@ -197,8 +198,8 @@ class Turns:
     ) -> dict[tuple[str, str], list[float]]:
         """The samples of each peer and way: seconds of the slowest rank, or samples/s of all ranks.
 
-        Each has `rounds` turns, and `seconds` in all; `between` is called once a round. A sum is
-        checked before it is timed.
+        Each has `rounds` turns, and `seconds` in all, or fewer turns if one of its iterations takes
+        longer than that; `between` is called once a round. A sum is checked before it is timed.
         """
         rows = [
             (name, way)
@@ -211,12 +212,14 @@ class Turns:
         keep = 2 * needed_bytes < available_bytes()
         taken: dict[tuple[str, str], list[float]] = {row: [] for row in rows}
         once: dict[tuple[str, str], tuple[float, int]] = {}
+        used_s = dict.fromkeys(rows, 0.0)
         for _ in range(rounds):
             between()
             for name, way in rows:
                 job = self.jobs.get(name)
-                if job is None:
+                if job is None or used_s[name, way] > SLOW * seconds:
                     continue
+                begin = time.monotonic()
                 arguments: dict[str, Any] = {"point": asdict(point), "way": way}
                 if (name, way) not in once or not keep:
                     ready = self._guarded(job, job.ask, "prepare", **arguments)
@@ -241,6 +244,7 @@ class Turns:
                     taken[name, way].append(
                         sum(samples / s for s in times) if samples else max(times)
                     )
+                used_s[name, way] += time.monotonic() - begin
                 if not keep:
                     self._guarded(job, job.ask, "forget")
         for name in {name for name, _ in rows} & set(self.jobs):
