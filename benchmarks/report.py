@@ -48,7 +48,8 @@ def time_table(cells: Cells, suite: Suite) -> str:
     def cell(samples: Sequence[float] | None) -> str:
         if not samples:
             return "-"
-        low, middle, high = (quantity(percentile(samples, p), suite.unit) for p in (10, 50, 90))
+        three = percentile(samples, 10), statistics.median(samples), percentile(samples, 90)
+        low, middle, high = (quantity(value, suite.unit) for value in three)
         return f"**{middle}** ({low} .. {high})" if len(samples) > 1 else f"**{middle}**"
 
     columns = columns_of(cells)
