@@ -4,7 +4,7 @@
 
 Starts a job for each checkout in turn, several times, with one process and with two. A cell is the
 fastest of many short batches in microseconds, which is the one number that other programs on the
-machine hardly move.
+machine hardly move. A table of its own compares many small tensors with and without fusion.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ from pathlib import Path
 from typing import Any
 
 PARAMETERS = 161  # as many as ResNet-50 has
+MANY = "1000 tensors of 4 KiB"
+
+# What is timed; it gives the seconds that count, if those aren't all.
+Timed = Callable[[], Any]
 
 
-def eager(hvd: Any, torch: Any) -> dict[str, Callable[[], Any]]:
+def eager(hvd: Any, torch: Any) -> dict[str, Timed]:
     """Blocking calls on 4 B, by what they are."""
     x = torch.ones(1)
     wanting = torch.ones(1, requires_grad=True)
@@ -40,21 +44,53 @@ def eager(hvd: Any, torch: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
-def step(hvd: Any, torch: Any) -> dict[str, Callable[[], Any]]:
-    """A training step of many tiny parameters."""
-    layers = [torch.nn.Parameter(torch.ones(10)) for _ in range(PARAMETERS)]
-    named = [(f"layer{i}.weight", layer) for i, layer in enumerate(layers)]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layers, lr=0.1), named_parameters=named)
+def sets(hvd: Any, torch: Any) -> dict[str, Timed]:
+    """Small tensors that are all submitted before the first is waited for."""
 
-    def train() -> None:
-        optimizer.zero_grad()
-        torch.stack(layers).sum().backward()
-        optimizer.step()
+    def reducing(count: int, size_bytes: int) -> Callable[[], float]:
+        named = [(torch.ones(size_bytes // 4), f"{size_bytes}.{i}") for i in range(count)]
 
-    return {f"step of {PARAMETERS} parameters": train}
+        def reduce() -> float:
+            start = time.perf_counter()
+            handles = [hvd.allreduce_async_(tensor, name=name) for tensor, name in named]
+            submitting_s = time.perf_counter() - start
+            for handle in handles:
+                hvd.synchronize(handle)
+            return submitting_s / count
+
+        return reduce
+
+    small, many = reducing(PARAMETERS, 1 << 10), reducing(1000, 4 << 10)
+    return {
+        f"submitting one of {PARAMETERS} tensors": small,
+        f"{PARAMETERS} tensors of 1 KiB": lambda: small() and None,
+        MANY: lambda: many() and None,
+    }
 
 
-def fastest_us(call: Callable[[], Any], seconds: float, hvd: Any, torch: Any) -> float:
+def steps(hvd: Any, torch: Any) -> dict[str, Timed]:
+    """A training step of many parameters of 1 KiB, by itself and distributed."""
+
+    def training(wrap: Callable[..., Any]) -> Timed:
+        layers = [torch.nn.Parameter(torch.ones(256)) for _ in range(PARAMETERS)]
+        named = [(f"layer{i}.weight", layer) for i, layer in enumerate(layers)]
+        optimizer = wrap(torch.optim.SGD(layers, lr=0.1), named)
+
+        def train() -> None:
+            optimizer.zero_grad()
+            torch.stack(layers).sum().backward()
+            optimizer.step()
+
+        return train
+
+    what = f"step of {PARAMETERS} parameters"
+    return {
+        f"{what}, not distributed": training(lambda optimizer, named: optimizer),
+        what: training(hvd.DistributedOptimizer),
+    }
+
+
+def fastest_us(call: Timed, seconds: float, hvd: Any, torch: Any) -> float:
     """Of batches that last about 2 ms, on all ranks the same number of them."""
     for _ in range(20):
         call()
@@ -66,9 +102,9 @@ def fastest_us(call: Callable[[], Any], seconds: float, hvd: Any, torch: Any) ->
     best = float("inf")
     for _ in range(max(5, int(seconds / (each * once_s)))):
         start = time.perf_counter()
-        for _ in range(each):
-            call()
-        best = min(best, time.perf_counter() - start)
+        counting = [call() for _ in range(each)]
+        whole_s = time.perf_counter() - start
+        best = min(best, whole_s if counting[0] is None else sum(counting))
     return best / each * 1e6
 
 
@@ -80,7 +116,9 @@ def work(options: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     hvd.init()
-    calls = {**eager(hvd, torch), **(step(hvd, torch) if hvd.size() > 1 else {})}
+    calls = {**eager(hvd, torch), **sets(hvd, torch)}
+    if hvd.size() > 1:
+        calls.update(steps(hvd, torch))
     times = {
         name: fastest_us(call, options.seconds, hvd, torch)
         for name, call in calls.items()
@@ -92,13 +130,24 @@ def work(options: argparse.Namespace) -> None:
 
 
 def measure(source: Path, processes: int, options: argparse.Namespace) -> dict[str, float]:
-    """Times of one job that runs the checkout whose Python sources are in `source`."""
+    """Times of the checkout whose Python sources are in `source`."""
+    times = job(source, processes, options, options.only)
+    if MANY in times:
+        apart = job(source, processes, options, MANY, HOROVOD_FUSION_THRESHOLD="0")
+        times[f"{MANY}, not fused"] = apart[MANY]
+    return times
+
+
+def job(
+    source: Path, processes: int, options: argparse.Namespace, only: str, **variables: str
+) -> dict[str, float]:
+    """Times of one job with these variables."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "times.json")
         script = [sys.executable, os.path.abspath(__file__), "--work", str(file)]
-        script += ["--seconds", str(options.seconds), "--only", options.only]
+        script += ["--seconds", str(options.seconds), "--only", only]
         command = [sys.executable, "-m", "horovod.runner", "-np", str(processes), *script]
-        environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", **variables}
         subprocess.run(command, env=environment, check=True, timeout=300)
         times: dict[str, float] = json.loads(file.read_text(encoding="utf-8"))
         return times

@@ -15,6 +15,7 @@
 #include <cstring>
 #include <unordered_map>
 
+#include "bindings_dlpack.h"
 #include "door.h"
 #include "engine.h"
 #include "kernels.h"
@@ -29,7 +30,6 @@ namespace horovod {
 namespace {
 
 using Address = uint64_t;
-using PyTensor = std::tuple<Address, Address, int, Shape>;  // in, out (0 = allocate), dtype, shape
 using NdArray = nb::ndarray<nb::array_api>;
 
 std::byte* pointer(Address a) { return reinterpret_cast<std::byte*>(a); }
@@ -55,29 +55,6 @@ OpKind kind_of(int code) {
   return checked_enum<OpKind>(code, static_cast<size_t>(OpKind::AddSet), "operation");
 }
 
-nb::dlpack::dtype dlpack_of(DType dtype) {
-  using Code = nb::dlpack::dtype_code;
-  const DTypeInfo& d = info(dtype);
-  const bool is_signed = dtype == DType::Int8 || dtype == DType::Int16 || dtype == DType::Int32 ||
-                         dtype == DType::Int64;
-  Code code = Code::Float;
-  switch (d.kind) {
-    case DTypeClass::Integer:
-      code = is_signed ? Code::Int : Code::UInt;
-      break;
-    case DTypeClass::Float:
-      code = dtype == DType::BFloat16 ? Code::Bfloat : Code::Float;
-      break;
-    case DTypeClass::Bool:
-      code = Code::Bool;
-      break;
-    case DTypeClass::Complex:
-      code = Code::Complex;
-      break;
-  }
-  return {static_cast<uint8_t>(code), static_cast<uint8_t>(d.size * 8), 1};
-}
-
 NdArray to_array(const Output& output) {
   nb::capsule owner(new std::shared_ptr<std::byte>(output.data),
                     [](void* p) noexcept { delete static_cast<std::shared_ptr<std::byte>*>(p); });
@@ -86,36 +63,56 @@ NdArray to_array(const Output& output) {
                  dlpack_of(output.dtype), nb::device::cpu::value);
 }
 
-// What take() gives back.
-struct Result {
-  int kind;
-  std::string text;
-  int32_t rank;
-  std::vector<std::optional<NdArray>> outputs;
-  std::vector<Shape> shapes;
-  std::optional<std::vector<int64_t>> splits;
-  int64_t value;
-};
+// What take() gives back; what a caller doesn't ask for costs nothing.
+class Result {
+ public:
+  explicit Result(LocalCallPtr call) : call_(std::move(call)) {}
+  int kind() const { return static_cast<int>(call_->status.kind); }
+  const std::string& text() const { return call_->status.text; }
+  int32_t rank() const { return call_->status.rank; }
+  int64_t value() const { return call_->value; }
 
-Result to_result(const LocalCall& call) {
-  Result r{.kind = static_cast<int>(call.status.kind),
-           .text = call.status.text,
-           .rank = call.status.rank,
-           .outputs = {},
-           .shapes = {},
-           .splits = {},
-           .value = call.value};
-  if (!call.status.ok()) return r;
-  size_t allocated = 0;
-  for (const Tensor& t : call.tensors) {
-    const bool ours = t.out == nullptr;
-    const Output* output = ours ? &call.outputs.at(allocated++) : nullptr;
-    r.outputs.push_back(ours ? std::optional(to_array(*output)) : std::nullopt);
-    r.shapes.push_back(ours ? output->shape : t.shape);
+  // That the core allocated, for the tensor at this place in the call.
+  NdArray output(size_t place) const {
+    std::optional<NdArray> found;
+    each([&](const Tensor&, const Output* output) {
+      if (place-- == 0 && output) found = to_array(*output);
+    });
+    if (!found) throw Error(ErrorKind::InvalidArgument, "the core allocated no such output");
+    return std::move(*found);
   }
-  if (call.kind == OpKind::Alltoall) r.splits = call.received_splits;
-  return r;
-}
+  std::vector<std::optional<NdArray>> outputs() const {
+    std::vector<std::optional<NdArray>> outputs;
+    each([&](const Tensor&, const Output* output) {
+      outputs.push_back(output ? std::optional(to_array(*output)) : std::nullopt);
+    });
+    return outputs;
+  }
+  std::vector<Shape> shapes() const {
+    std::vector<Shape> shapes;
+    each([&](const Tensor& t, const Output* output) {
+      shapes.push_back(output ? output->shape : t.shape);
+    });
+    return shapes;
+  }
+  std::optional<std::vector<int64_t>> splits() const {
+    if (!call_->status.ok() || call_->kind != OpKind::Alltoall) return std::nullopt;
+    return call_->received_splits;
+  }
+
+ private:
+  // With the output that the core allocated, null where it is the caller's own.
+  template <typename Visit>
+  void each(Visit&& visit) const {
+    if (!call_->status.ok()) return;
+    size_t allocated = 0;
+    for (const Tensor& t : call_->tensors) {
+      visit(t, t.out == nullptr ? &call_->outputs.at(allocated++) : nullptr);
+    }
+  }
+
+  LocalCallPtr call_;
+};
 
 // Numbers by key, with what is missing or unknown refused: a typing error must not become a
 // default.
@@ -251,8 +248,8 @@ class PyEngine {
   }
   PyEngine(const PyEngine&) = delete;
 
-  int64_t submit(int kind, std::string name, uint32_t set, const std::vector<PyTensor>& tensors,
-                 int op, double prescale, double postscale, int32_t root,
+  int64_t submit(int kind, std::string name, uint32_t set, std::vector<Tensor> tensors, int op,
+                 double prescale, double postscale, int32_t root,
                  std::optional<std::vector<int64_t>> splits, bool unnamed, nb::object keep,
                  uint32_t site) {
     auto call = std::make_shared<LocalCall>();
@@ -261,9 +258,7 @@ class PyEngine {
     call->root = root;
     call->prescale = prescale;
     call->postscale = postscale;
-    for (const auto& [in, out, dtype, shape] : tensors) {
-      call->tensors.push_back({pointer(in), pointer(out), dtype_of(dtype), shape});
-    }
+    call->tensors = std::move(tensors);
     call->has_splits = splits.has_value();
     if (splits) call->splits = std::move(*splits);
     call->request.set = set;
@@ -310,7 +305,7 @@ class PyEngine {
   }
 
   Result take(int64_t handle) {
-    const auto call = engine_->take(handle);
+    auto call = engine_->take(handle);
     nb::object kept;  // dropped after the lock
     {
       const nb::ft_lock_guard lock(mutex_);
@@ -319,7 +314,7 @@ class PyEngine {
         keep_.erase(it);
       }
     }
-    return to_result(*call);
+    return Result(std::move(call));
   }
 
   void shutdown(const std::string& reason, double timeout_s) {
@@ -438,14 +433,29 @@ std::vector<std::string> simd_available() {
 
 void bind_engine(nb::module_& m) {
   nb::class_<Result>(m, "Result", "What a finished call gives back; kind 0 is success.")
-      .def_ro("kind", &Result::kind)
-      .def_ro("text", &Result::text)
-      .def_ro("rank", &Result::rank)
-      .def_prop_ro(
-          "outputs", [](const Result& r) { return r.outputs; }, nb::rv_policy::automatic)
-      .def_ro("shapes", &Result::shapes)
-      .def_ro("splits", &Result::splits)
-      .def_ro("value", &Result::value);
+      .def_prop_ro("kind", &Result::kind)
+      .def_prop_ro("text", &Result::text)
+      .def_prop_ro("rank", &Result::rank)
+      .def("output", &Result::output, nb::rv_policy::automatic, "place"_a,
+           "What the core allocated for the tensor at this place in the call.")
+      .def_prop_ro("outputs", &Result::outputs, nb::rv_policy::automatic)
+      .def_prop_ro("shapes", &Result::shapes)
+      .def_prop_ro("splits", &Result::splits)
+      .def_prop_ro("value", &Result::value);
+
+  nb::class_<Tensor>(m, "View", "A row-major tensor; without output the engine allocates it.")
+      .def(
+          "__init__",
+          [](Tensor* self, Address input, Address output, int dtype, Shape shape) {
+            new (self) Tensor{pointer(input), pointer(output), dtype_of(dtype), std::move(shape)};
+          },
+          "input"_a, "output"_a, "dtype"_a, "shape"_a)
+      .def_static("of", &host_tensor, "tensor"_a, "in_place"_a,
+                  "Of a tensor whose type has DLPack's C exchange API; None unless it lies in host "
+                  "memory in row-major order.")
+      .def_prop_rw(
+          "output", [](const Tensor& t) { return reinterpret_cast<Address>(t.out); },
+          [](Tensor& t, Address output) { t.out = pointer(output); });
 
   nb::class_<PyEngine>(m, "Engine", "One rank's engine. See core/engine.h.")
       .def(nb::init<int32_t, int32_t, std::vector<std::string>, nb::dict, nb::dict, nb::dict>(),

@@ -19,6 +19,9 @@ class Result:
     @property
     def rank(self) -> int: ...
 
+    def output(self, place: int) -> Any:
+        """What the core allocated for the tensor at this place in the call."""
+
     @property
     def outputs(self) -> list[Any | None]: ...
 
@@ -31,12 +34,29 @@ class Result:
     @property
     def value(self) -> int: ...
 
+class View:
+    """A row-major tensor; without output the engine allocates it."""
+
+    def __init__(self, input: int, output: int, dtype: int, shape: Sequence[int]) -> None: ...
+
+    @staticmethod
+    def of(tensor: object, in_place: bool) -> View | None:
+        """
+        Of a tensor whose type has DLPack's C exchange API; None unless it lies in host memory in row-major order.
+        """
+
+    @property
+    def output(self) -> int: ...
+
+    @output.setter
+    def output(self, arg: int, /) -> None: ...
+
 class Engine:
     """One rank's engine. See core/engine.h."""
 
     def __init__(self, rank: int, size: int, names: Sequence[str], local: dict, plan: dict, options: dict) -> None: ...
 
-    def submit(self, kind: int, name: str, process_set: int, tensors: Sequence[tuple[int, int, int, Sequence[int]]], reduce_op: int, prescale: float, postscale: float, root: int, splits: Sequence[int] | None, unnamed: bool, keep: object | None, site: int = 0) -> int: ...
+    def submit(self, kind: int, name: str, process_set: int, tensors: Sequence[View], reduce_op: int, prescale: float, postscale: float, root: int, splits: Sequence[int] | None, unnamed: bool, keep: object | None, site: int = 0) -> int: ...
 
     def add_site(self, text: str) -> int: ...
 

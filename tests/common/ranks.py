@@ -39,7 +39,7 @@ def allreduce(value, name="a", process_set=0):
     engine = basics.engine()
     try:
         handle = engine.submit(
-            0, "allreduce." + name, process_set, [(address, address, 8, (1,))],
+            0, "allreduce." + name, process_set, [basics.View(address, address, 8, (1,))],
             1, 1.0, 1.0, -1, None, False, data,
         )
     except basics.Failure as failure:

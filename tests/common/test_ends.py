@@ -171,8 +171,9 @@ import array
 data = array.array("d", [0.0])
 def submit():
     address = data.buffer_info()[0]
+    views = [basics.View(address, address, 8, (1,))]
     return basics.engine().submit(
-        0, "allreduce.never", 0, [(address, address, 8, (1,))], 1, 1.0, 1.0, -1, None, False, data)
+        0, "allreduce.never", 0, views, 1, 1.0, 1.0, -1, None, False, data)
 def wait(handle):
     while not basics.engine().wait(handle, 0.1):
         pass

@@ -69,7 +69,7 @@ class Rank:
         outs = outs if outs is not None else [None] * len(arrays)
         dtypes = dtypes if dtypes is not None else [DTYPES[a.dtype.name] for a in arrays]
         tensors = [
-            (a.ctypes.data, 0 if o is None else o.ctypes.data, dtype, a.shape)
+            _core.View(a.ctypes.data, 0 if o is None else o.ctypes.data, dtype, a.shape)
             for a, o, dtype in zip(arrays, outs, dtypes, strict=True)
         ]
         keep = (arrays, outs)

@@ -22,6 +22,8 @@ from pathlib import Path
 import numpy as np
 from engines import ALLGATHER, ALLREDUCE, BROADCAST, SUM, Rank, default_plan, engines, run
 
+from horovod import _core
+
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -50,7 +52,8 @@ def calls(names: int = 20) -> dict[str, int]:
     def body(rank: Rank) -> None:
         engine, memory = rank.engine, np.ones(names, np.float32)
         tensors = [
-            [(address, address, 7, (1,))] for address in memory.ctypes.data + 4 * np.arange(names)
+            [_core.View(address, address, 7, (1,))]
+            for address in (memory.ctypes.data + 4 * np.arange(names)).tolist()
         ]
         for k in range(rounds):
             if k in (settle, rounds - 1) and rank.rank == 0:

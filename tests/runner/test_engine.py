@@ -20,7 +20,7 @@ def allreduce(name):
     address, engine = data.buffer_info()[0], basics.engine()
     handle = None
     try:
-        handle = engine.submit(0, "allreduce." + name, 0, [(address, address, 8, (1,))],
+        handle = engine.submit(0, "allreduce." + name, 0, [basics.View(address, address, 8, (1,))],
                                1, 1.0, 1.0, -1, None, False, data)
     except basics.Failure as failure:
         raise basics.exception(*failure.args, name) from None

@@ -6,12 +6,14 @@ import gc
 import os
 import threading
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 import horovod.torch as hvd
+from horovod.torch import views
 
 LARGE = pytest.mark.skipif(
     "HOROVOD_TEST_LARGE" not in os.environ, reason="needs 10 GB: HOROVOD_TEST_LARGE=1 runs it"
@@ -100,6 +102,66 @@ def test_tensors_of_other_kinds() -> None:
     mapped = torch.from_numpy(np.arange(3.0) * r)
     hvd.allreduce_(mapped, op=hvd.Sum)
     same(mapped, torch.arange(3.0, dtype=torch.float64))
+
+
+KINDS = {
+    "plain": lambda: torch.arange(6.0).reshape(2, 3),
+    "parameter": lambda: torch.nn.Parameter(torch.arange(6.0)),
+    "0-d": lambda: torch.tensor(3.0),
+    "empty": lambda: torch.empty(0, 4),
+    "offset": lambda: torch.arange(9, dtype=torch.int16)[3:],
+    "dims of 1": lambda: torch.arange(6.0).reshape(6, 1).t(),
+    "transposed": lambda: torch.arange(6.0).reshape(2, 3).t(),
+    "strided": lambda: torch.arange(9.0)[::2],
+    "complex": lambda: torch.arange(4.0).to(torch.complex64).conj(),
+    "negative": lambda: torch._neg_view(torch.arange(4.0)),
+    "subclass": lambda: torch.arange(4.0).as_subclass(Tagged),
+    **{
+        str(dtype): lambda dtype=dtype: torch.arange(5).to(dtype)
+        for dtype in (torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64)
+    },
+}
+READ_BY_THE_CORE = {"plain", "parameter", "0-d", "empty", "offset", "dims of 1"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.np(2)
+def test_both_ways_to_a_view_lead_to_the_same(kind: str) -> None:
+    """What the core reads of a tensor itself, and what older versions of torch tell."""
+    readable = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+    if kind in READ_BY_THE_CORE or kind.startswith("torch."):
+        assert (views._direct(KINDS[kind](), in_place=True) is not None) == readable
+    else:
+        assert views._direct(KINDS[kind](), in_place=True) is None
+    results = []
+    for types in (views._READABLE, frozenset()):
+        with mock.patch.object(views, "_READABLE", types):
+            tensor = KINDS[kind]()
+            version = tensor._version
+            new = hvd.allreduce(tensor.detach(), op=hvd.Sum)
+            gathered = hvd.allgather(tensor.detach().reshape(-1))
+            assert hvd.allreduce_(tensor, op=hvd.Sum) is tensor
+            assert tensor._version > version
+            same(new, tensor.detach())
+            same(gathered, torch.cat([KINDS[kind]().detach().reshape(-1).resolve_neg()] * 2))
+            results.append(new)
+    same(*results)
+
+
+@pytest.mark.np(2)
+def test_what_cannot_be_a_view_is_an_error_either_way() -> None:
+    quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    cases = {
+        "to_dense": torch.ones(2, 2).to_sparse(),
+        "dequantize": quantized,
+        "not supported": torch.ones(2, device="meta"),
+        "data type": torch.ones(2).to(torch.float8_e5m2),
+    }
+    for types in (views._READABLE, frozenset()):
+        with mock.patch.object(views, "_READABLE", types):
+            for text, tensor in cases.items():
+                with pytest.raises(ValueError, match=text):
+                    hvd.allreduce_(tensor, name="x")
 
 
 @pytest.mark.np(2)

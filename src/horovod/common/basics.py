@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from horovod import _core
 from horovod.common import config, kinds, logs, wiring
@@ -49,6 +49,7 @@ from horovod.common.store import StoreClient, StoreError, read_key
 
 __all__ = [
     "Failure",
+    "View",
     "ccl_built",
     "cross_rank",
     "cross_size",
@@ -76,10 +77,12 @@ __all__ = [
     "size",
     "start_timeline",
     "stop_timeline",
+    "take",
     "translated",
 ]
 
 Failure = _core.Failure
+View: TypeAlias = _core.View
 
 # A rank's chunk of a segment: small enough that all slots stay in a cache, large enough that ranks
 # which share a core need not change places too often.
@@ -401,34 +404,35 @@ def translated(failure: _core.Failure, op: str) -> Exception:
     return exception(kind, text, rank, op)
 
 
-def result_of(
-    engine: Any, ticket: int, op: str, claim: Callable[[], bool] = lambda: True
-) -> Any | None:
+def take(engine: Any, ticket: int, op: str) -> Any | None:
     """Waits for one of the engine's calls and takes its result.
 
     Args:
         engine: the engine that the call was given to, which may have been shut down since.
         ticket: the engine's handle.
         op: the full name of the operation.
-        claim: called when the call is done; whether the result is this thread's to take.
 
     Returns:
-        The core's result; None if another thread has taken it.
-
-    Raises:
-        HorovodInternalError: the call failed; other kinds of error as :func:`exception` says.
+        The core's result, of a call that may have failed; None if another thread has taken it.
     """
     try:
         while not engine.wait(ticket, _WAIT_S):
             pass
-        if not claim():
-            return None
-        result = engine.take(ticket)
+        return engine.take(ticket)
     except Failure as failure:
         raise translated(failure, op) from None
-    except ValueError:  # the engine no longer knows the ticket
+    except ValueError:  # a result is given once
         return None
-    if result.kind:
+
+
+def result_of(engine: Any, ticket: int, op: str) -> Any | None:
+    """As `take`, of a call that has succeeded.
+
+    Raises:
+        HorovodInternalError: the call failed; other kinds of error as :func:`exception` says.
+    """
+    result = take(engine, ticket, op)
+    if result is not None and result.kind:
         raise exception(result.kind, result.text, result.rank, op)
     return result
 

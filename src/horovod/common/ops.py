@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from horovod.common import basics
 from horovod.common.exceptions import HorovodInternalError
@@ -75,13 +75,8 @@ JOIN = Op(6, "join")
 _FIRST_ROOT, _LAST_ROOT = -(1 << 31), (1 << 31) - 1  # what the engine can read
 
 
-class View(NamedTuple):
-    """A row-major tensor as the engine sees it; ``output`` 0: the engine allocates it."""
-
-    input: int
-    output: int
-    dtype: int
-    shape: tuple[int, ...]
+View: TypeAlias = basics.View
+"""A row-major tensor as the engine sees it; ``output`` 0: the engine allocates it."""
 
 
 def reduce_op(op: int | None, average: bool | None) -> ReduceOp:
@@ -138,13 +133,6 @@ def reject(op: Op, name: str, process_set: int, error: BaseException) -> None:
         basics.engine().reject(op.kind, name, process_set, basics.reason(error))
 
 
-class _Pending(NamedTuple):
-    engine: Any
-    ticket: int  # the engine's own handle
-    name: str
-    finish: Callable[[Any], Any]
-
-
 class _Calls:
     """Handles and call numbers of one run of the engine; both start again with the next run."""
 
@@ -152,7 +140,7 @@ class _Calls:
         self.lock = threading.Lock()
         self.engine: Any = None
         self.runs = 0
-        self.pending: dict[int, _Pending] = {}
+        self.pending: dict[int, Call] = {}
         self.restart(None)
 
     def restart(self, engine: Any) -> None:
@@ -177,23 +165,17 @@ class _Calls:
         with self.lock:
             self.unnamed.clear()
 
-    def add(self, pending: _Pending) -> int:
+    def add(self, call: Call) -> int:
         with self.lock:
             handle = next(self.handles)
-            self.pending[handle] = pending
+            self.pending[handle] = call
             return handle
 
-    def claim(self, handle: int, pending: _Pending) -> bool:
-        """Whether the caller may take the result; False if another thread has claimed it.
-
-        Once a new engine runs, the number may mean another call. Whoever still waits for one of the
-        old engine's asks that engine, which gives a result once.
-        """
+    def drop(self, handle: int, call: Call) -> None:
+        """Frees the handle, unless another engine runs by now whose call has the same one."""
         with self.lock:
-            if self.pending.get(handle) is pending:
+            if self.pending.get(handle) is call:
                 del self.pending[handle]
-                return True
-            return self.engine is not pending.engine
 
 
 _calls = _Calls()
@@ -202,7 +184,7 @@ pending_calls = _calls.pending
 
 
 class Call:
-    """One call of an operation on this rank, from the moment its name is known.
+    """One call of an operation on this rank, from when its name is known until it is finished.
 
     A context manager: an exception inside it, before `submit` hands over to the engine, makes the
     matching calls of the other ranks fail too.
@@ -219,15 +201,22 @@ class Call:
     """
 
     __slots__ = (
-        "_engine",
         "_handed_over",
         "_set",
+        "engine",
+        "finish",
         "grouped",
         "name",
         "op",
         "process_set",
+        "ticket",
         "unnamed",
     )
+
+    finish: Callable[[Any], Any]
+    """Makes the user's result from the engine's."""
+    ticket: int
+    """The engine's own handle."""
 
     def __init__(
         self, op: Op, name: str | None, process_set: ProcessSet, *, grouped: bool = False
@@ -236,9 +225,10 @@ class Call:
         self.op = op
         self.process_set = process_set
         self.grouped = grouped
-        self._engine = basics.engine()
-        _calls.enter(self._engine)
-        self._set = _set_id(process_set, op.name if name is None else f"{op.name}.{name}")
+        self.engine = basics.engine()
+        if _calls.engine is not self.engine:
+            _calls.enter(self.engine)
+        self._set = _set_id(process_set, op.name, name)
         self._handed_over = False
         self.unnamed = name is None
         prefix = f"grouped_{op.name}" if grouped else op.name
@@ -262,7 +252,7 @@ class Call:
         """Tells the other ranks if the call failed here, and the caller which call it was."""
         if error is None or self._handed_over:
             return
-        self._engine.reject(self.op.kind, self.name, self._set, basics.reason(error))
+        self.engine.reject(self.op.kind, self.name, self._set, basics.reason(error))
         if kind is ValueError or kind is TypeError:
             label = self.name.removeprefix(f"{self.op.name}.")  # as the engine's own errors say it
             raise kind(f'{basics.label()} {self.op.name} "{label}": {error}') from error
@@ -306,7 +296,7 @@ class Call:
             )
         root, prescale, postscale = root_number(root), float(prescale), float(postscale)
         try:
-            ticket = self._engine.submit(
+            self.ticket = self.engine.submit(
                 self.op.kind,
                 self.name,
                 self._set,
@@ -329,7 +319,8 @@ class Call:
             self._handed_over = True
             raise
         self._handed_over = True
-        return _calls.add(_Pending(self._engine, ticket, self.name, finish))
+        self.finish = finish
+        return _calls.add(self)
 
 
 def _is_text(name: object) -> bool:
@@ -340,12 +331,14 @@ def _is_text(name: object) -> bool:
     return True
 
 
-def _set_id(process_set: ProcessSet, what: str) -> int:
+def _set_id(process_set: ProcessSet, *names: str | None) -> int:
+    """The engine's number of a set that this rank is in; messages have the call's `names`."""
+    if isinstance(process_set, ProcessSet) and process_set.uid == 0:
+        return 0
+    what = ".".join(str(name) for name in names if name is not None)
     if not isinstance(process_set, ProcessSet):
         raise TypeError(f"{what}: process_set must be a ProcessSet, not {process_set!r}")
     number = process_set.uid
-    if number == 0:
-        return 0
     if number is None or process_set.ranks is None:
         raise ValueError(
             f"{what}: {process_set} is not registered: see init() and add_process_set()"
@@ -388,13 +381,13 @@ def poll(handle: int) -> bool:
         ValueError: the handle is unknown or was synchronized already.
         HorovodInternalError: this is a forked child.
     """
-    pending = _calls.pending.get(handle)
-    if pending is None:
+    call = _calls.pending.get(handle)
+    if call is None:
         raise ValueError(f"handle {handle!r} is unknown or was synchronized already")
     try:
-        return bool(pending.engine.poll(pending.ticket))
+        return bool(call.engine.poll(call.ticket))
     except basics.Failure as failure:
-        raise basics.translated(failure, pending.name) from None
+        raise basics.translated(failure, call.name) from None
 
 
 def synchronize(handle: int) -> Any:
@@ -415,17 +408,20 @@ def synchronize(handle: int) -> Any:
         HorovodInternalError: ranks disagree (`MismatchError`), a peer is lost (`PeerLostError`),
             or the engine stopped.
     """
-    pending = _calls.pending.get(handle)
-    if pending is None:
+    call = _calls.pending.get(handle)
+    if call is None:
         return None
     if _debts.owed and not _debts.paying:
         with paying():
             for finish in list(_debts.owed.values()):
                 finish()
-    result = basics.result_of(
-        pending.engine, pending.ticket, pending.name, lambda: _calls.claim(handle, pending)
-    )
-    return None if result is None else pending.finish(result)
+    result = basics.take(call.engine, call.ticket, call.name)
+    _calls.drop(handle, call)
+    if result is None:  # another thread has taken it
+        return None
+    if result.kind:
+        raise basics.exception(result.kind, result.text, result.rank, call.name)
+    return call.finish(result)
 
 
 class _Debts(threading.local):

@@ -33,7 +33,7 @@ class Staging(Protocol):
         """Values of the host in a new tensor on the device of `like`."""
 
 
-def _at_once() -> None:
+def at_once() -> None:
     """Waits for nothing."""
 
 
@@ -43,8 +43,8 @@ class Host:
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
         """As `Staging.to_host`."""
         if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-            return tensor, _at_once
-        return tensor.resolve_conj().resolve_neg().contiguous(), _at_once
+            return tensor, at_once
+        return tensor.resolve_conj().resolve_neg().contiguous(), at_once
 
     def overwrite(self, target: torch.Tensor, host: torch.Tensor) -> None:
         """As `Staging.overwrite`."""

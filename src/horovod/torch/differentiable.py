@@ -107,7 +107,7 @@ def _run(
     """Runs the collective, for tensors that want gradients so that they get them."""
     if isinstance(call, library.TracedCall):
         return call.run(row, tensors, *arguments)
-    if torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors):
+    if any([getattr(t, "requires_grad", False) for t in tensors]) and torch.is_grad_enabled():
         transformed = torch._C._are_functorch_transforms_active()
         function = _Transformable if transformed else _Differentiable
         outputs: Tensors = function.apply(row, call, arguments, *tensors)  # type: ignore[no-untyped-call]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from horovod.common.ops import Call, ReduceOp
 from horovod.common.process_sets import ProcessSet
 from horovod.torch.ops import Compressing
 from horovod.torch.sparse import sparse_allreduce_async
-from horovod.torch.views import in_place
+from horovod.torch.views import Staged, in_place
 from horovod.torch.weights import Weights
 from horovod.torch.window import DENSE, Bucket, Slot, check_untouched
 
@@ -51,11 +52,12 @@ def start(
         carried: weights whose sum travels along.
     """
     for slot in bucket.slots:
-        missing = slot.parameter.grad is None and slot.early is None
+        slot.note()
+        missing = slot.gradient is None and slot.early is None
         # A parameter frozen since stays without, as in plain torch.
         if missing and slot.parameter.requires_grad and not options.skip_unused:
             slot.parameter.grad = _zeros(slot)
-        slot.note()
+            slot.note()
     bucket.sent = [slot for slot in bucket.slots if not slot.unused]
     if not bucket.sent:
         return
@@ -96,27 +98,28 @@ def _start_dense(
             staged.append(in_place(carried.start()))
         for one in staged:  # all copies to the host have been started
             one.ready()
-        handle = call.submit(
-            [one.view for one in staged],
-            lambda result: result.outputs,
-            keep=staged,
-            **reduction,
-        )
+        handle = call.submit([one.view for one in staged], _nothing, keep=staged, **reduction)
+    bucket.flight = partial(_land_dense, handle, slots, staged, packed)
 
-    def flight() -> list[torch.Tensor]:
-        outputs = ops.synchronize(handle)
-        check_untouched(slots)
-        arrived = [one.finish(out) for one, out in zip(staged, outputs, strict=True)]
-        return [
-            slot.compressor.decompress(tensor, context)
-            for slot, tensor, (_, context) in zip(slots, arrived, packed, strict=False)
-        ]
 
-    bucket.flight = flight
+def _nothing(result: Any) -> None:
+    """What in-place calls give beyond what they have written."""
+
+
+def _land_dense(
+    handle: int, slots: list[Slot], staged: list[Staged], packed: list[tuple[torch.Tensor, Any]]
+) -> list[torch.Tensor]:
+    ops.synchronize(handle)
+    check_untouched(slots)
+    arrived = [one.finish(None, i) for i, one in enumerate(staged)]
+    return [
+        slot.compressor.decompress(tensor, context)
+        for slot, tensor, (_, context) in zip(slots, arrived, packed, strict=False)
+    ]
 
 
 def _dense(slot: Slot) -> torch.Tensor:
-    gradient = slot.early if slot.early is not None else slot.parameter.grad
+    gradient = slot.early if slot.early is not None else slot.gradient
     if gradient is None:
         return torch.zeros_like(slot.parameter)
     return gradient if gradient.layout is torch.strided else gradient.to_dense()

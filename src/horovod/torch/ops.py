@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,7 +63,13 @@ def submit(
     making the options: then the other ranks are told. Waits until tensors of an accelerator have
     been copied to the host, which is until the device has done what the program queued before.
     """
-    staged = [stage(tensor) for tensor in (group(tensors) if call.grouped else tensors)]
+    if not call.grouped:
+        (tensor,) = tensors
+        one = stage(tensor)
+        one.ready()
+        return call.submit([one.view], partial(_one_result, one), keep=one, **options)
+    tensors = group(tensors)
+    staged = [stage(tensor) for tensor in tensors]
     if not staged:
         raise ValueError("the list of tensors is empty")
     if len(staged) > 1 and len({tensor.device for tensor in tensors}) > 1:
@@ -72,17 +79,19 @@ def submit(
             f"{' and '.join(devices)}",
             op=call.name,
         )
-    grouped = call.grouped
     for one in staged:  # all copies have been started
         one.ready()
+    return call.submit(
+        [one.view for one in staged], partial(_results, staged), keep=staged, **options
+    )
 
-    def finish(result: Any) -> Any:
-        outputs = tuple(
-            one.finish(output) for one, output in zip(staged, result.outputs, strict=True)
-        )
-        return outputs if grouped else outputs[0]
 
-    return call.submit([one.view for one in staged], finish, keep=staged, **options)
+def _one_result(one: Staged, result: Any) -> torch.Tensor:
+    return one.finish(result, 0)
+
+
+def _results(staged: list[Staged], result: Any) -> tuple[torch.Tensor, ...]:
+    return tuple([one.finish(result, i) for i, one in enumerate(staged)])
 
 
 def submit_reduction(
@@ -227,7 +236,7 @@ def submit_alltoall(
 
     def finish(result: Any) -> tuple[torch.Tensor, torch.Tensor]:
         rows = torch.tensor(result.splits, dtype=torch.int32, device=device)
-        return staged.finish(result.outputs[0]), rows
+        return staged.finish(result, 0), rows
 
     staged.ready()
     return call.submit([staged.view], finish, keep=staged, splits=sent)

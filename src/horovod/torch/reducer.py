@@ -82,6 +82,7 @@ class Reducer:
         self._open: int | None = None  # expected gradients not yet there; None: none of any kind is
         self._weights = Weights()
         self._carrier: Bucket | None = None  # it takes the weight along
+        self._called: str | None = None  # `prefix`, once the window has called something by it
         self._place()
 
     # ---------------------------------------------------------------------------------------------
@@ -190,6 +191,7 @@ class Reducer:
         slot.hooked = True
         slot.bucket.slots.append(slot)
         slot.bucket.missing += 1
+        slot.bucket.dense = False
 
     def _retire(self) -> None:
         """Another reducer has the parameters now."""
@@ -225,9 +227,13 @@ class Reducer:
             slot.weighed = 0
             slot.early = slot.seen = slot.source = slot.gradient = None
         for bucket in self._buckets:
-            bucket.missing = len(bucket.slots)
-            bucket.flight = None
-        self._carrier = next((b for b in reversed(self._buckets) if b.is_dense()), None)
+            bucket.restart()
+        self._called = None
+        self._choose_carrier()
+
+    def _choose_carrier(self) -> None:
+        weighted = reversed(self._buckets) if self.weight is not None else ()
+        self._carrier = next((bucket for bucket in weighted if bucket.dense), None)
 
     def forget(self) -> None:
         """Waits out what is in flight, drops it, and starts a new window."""
@@ -273,6 +279,7 @@ class Reducer:
                 self.restart()
             self._run = ops.run()
             self._drops = 0
+            self._called = None
 
     def _arrive(self, slot: Slot) -> None:
         """A backward pass has added to the parameter's gradient."""
@@ -390,7 +397,7 @@ class Reducer:
 
     def _fill(self, bucket: Bucket) -> None:
         bucket.missing -= 1
-        if bucket.missing > 0 or self._undecided(bucket):
+        if bucket.missing > 0 or (not bucket.dense and self._undecided(bucket)):
             return
         try:
             self._start(bucket)
@@ -401,11 +408,9 @@ class Reducer:
 
     def _undecided(self, bucket: Bucket) -> bool:
         """Whether a gradient is sparse that other ranks may not know to be."""
+        unseen = [slot.parameter.grad for slot in bucket.slots if slot.layout == UNSEEN]
         return not self.options.sparse_as_dense and any(
-            slot.layout == UNSEEN
-            and slot.parameter.grad is not None
-            and slot.parameter.grad.layout is not torch.strided
-            for slot in bucket.slots
+            gradient is not None and gradient.layout is not torch.strided for gradient in unseen
         )
 
     # ---------------------------------------------------------------------------------------------
@@ -432,10 +437,10 @@ class Reducer:
     def _complete(self) -> None:
         errors: list[Exception] = []
 
-        def attempt(what: Callable[[], None]) -> None:
+        def attempt(what: Callable[..., None], *arguments: Any) -> None:
             # The others wait for every name, and every handle is ours to finish: errors come last.
             try:
-                what()
+                what(*arguments)
             except Exception as error:
                 errors.append(error)
 
@@ -445,11 +450,11 @@ class Reducer:
         if self.weight is not None:
             self._weights.settle(slot for bucket in waiting for slot in bucket.slots)
         for bucket in waiting:
-            attempt(functools.partial(self._start, bucket))
+            attempt(self._start, bucket)
         with torch.no_grad():
             for bucket in self._buckets:
                 if bucket.flight is not None:
-                    attempt(functools.partial(flights.land, bucket, self.options))
+                    attempt(flights.land, bucket, self.options)
         if self.weight is not None and not errors:
             attempt(self._divide)
         if errors:
@@ -492,7 +497,9 @@ class Reducer:
     def _start(self, bucket: Bucket) -> None:
         weights = None if self.weight is None else self._weights
         carried = weights if bucket is self._carrier else None
-        flights.start(bucket, self.prefix, self.options, weights is not None, carried)
+        if self._called is None:
+            self._called = self.prefix
+        flights.start(bucket, self._called, self.options, weights is not None, carried)
         self._run = ops.run()
 
     def _divide(self) -> None:
@@ -530,5 +537,8 @@ class Reducer:
                 raise ValueError(f"weight works with op=Average, not {self.options.op.name}")
         if (weight is None) != (self.weight is None) and self.busy():
             raise RuntimeError("weight was set while gradients are being reduced")
+        chosen = (weight is None) == (self.weight is None)
         self._weights.set(weight)
+        if not chosen:
+            self._choose_carrier()
         self.attach()

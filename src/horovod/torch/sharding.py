@@ -17,6 +17,7 @@ from horovod.common.exceptions import MismatchError
 from horovod.common.ops import Call, synchronize
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.torch.gather import as_bytes, as_tensor, gather_plain
+from horovod.torch.ops import submit
 from horovod.torch.views import to_engine
 
 _ROUND_BYTES = 4 << 20  # for each rank, before the root sends what it has
@@ -110,12 +111,9 @@ def scatter_dataset(
                 parts = _parts(_length(dataset), shuffle, seed, len(ranks))
                 rounds = _rounds(dataset, parts, own, mine)
             messages = next(rounds) if rounds is not None else [b""] * len(ranks)
-            staged = to_engine(as_tensor(b"".join(messages)))
             splits = [len(message) for message in messages]
-            handle = call.submit(
-                [staged.view], lambda result: result.outputs[0], keep=staged, splits=splits
-            )
-        message = io.BytesIO(as_bytes(staged.finish(synchronize(handle))))
+            handle = submit(call, (as_tensor(b"".join(messages)),), to_engine, splits=splits)
+        message = io.BytesIO(as_bytes(synchronize(handle)))
         more = pickle.load(message)
         try:
             while not error and message.tell() < message.getbuffer().nbytes:

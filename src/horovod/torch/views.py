@@ -3,11 +3,16 @@
 A row-major CPU tensor is read and written where it lies. Any other layout is copied when the call
 is submitted and, for the in-place forms, copied back when it is synchronized, so ranks may differ
 in layout, and in device.
+
+There are two ways to a view. Of nearly all row-major CPU tensors the core finds out itself what it
+needs, which is fast. Whatever it can't read goes the long way, which knows every kind of tensor and
+says what is wrong with one that can't be used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,30 +20,43 @@ from torch.utils.dlpack import from_dlpack
 
 from horovod.common import ops
 from horovod.common.ops import View
-from horovod.torch.device import Staging, staging
+from horovod.torch.device import Staging, at_once, staging
 
 _DTYPES = {
     getattr(torch, dtype.name): int(dtype) for dtype in ops.DType if hasattr(torch, dtype.name)
 }
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
+# Of these very types, with versions of torch whose tensors the core can read.
+_READABLE: frozenset[type] = (
+    frozenset({torch.Tensor, torch.nn.Parameter})
+    if hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+    else frozenset()
+)
 
 
 class Staged(NamedTuple):
     """A tensor that is ready for the engine once `ready` has returned."""
 
     view: View
-    memory: tuple[torch.Tensor, ...]
-    """What the view points into."""
+    memory: object
+    """What the view points into, whatever the user assigns to the tensor meanwhile."""
     ready: Callable[[], None]
     """Blocks until the input is in the view."""
-    finish: Callable[[Any], torch.Tensor]
-    """Gives the user's tensor, from the engine's output if the view has none."""
+    finish: Callable[[Any, int], torch.Tensor]
+    """Gives the user's tensor, from the engine's result and the tensor's place in the call."""
 
 
 def require_tensor(value: object) -> None:
     """Raises TypeError for anything else."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"a torch.Tensor is needed, not {type(value).__name__}")
+
+
+def _direct(tensor: torch.Tensor, *, in_place: bool) -> View | None:
+    """The view of a tensor that the core can read; None: take the long way."""
+    if type(tensor) not in _READABLE or tensor.is_neg():
+        return None
+    return View.of(tensor, in_place)
 
 
 def _dtype(tensor: torch.Tensor) -> int:
@@ -76,12 +94,17 @@ def _input(way: Staging, tensor: torch.Tensor) -> tuple[torch.Tensor, bool, Call
 
 def to_new(tensor: torch.Tensor) -> Staged:
     """For a result in a new tensor of the same shape; a copied input is its own output."""
+    direct = _direct(tensor, in_place=False)
+    if direct is not None:
+        new = torch.empty_like(tensor)
+        direct.output = new.data_ptr()
+        return Staged(direct, (tensor.untyped_storage(), new), at_once, lambda *_: new)
     dtype = _dtype(tensor)
     way = staging(tensor)
     source, copied, ready = _input(way, tensor)
     output = source if copied else torch.empty_like(source, memory_format=torch.contiguous_format)
     view = View(_pointer(source), _pointer(output), dtype, tuple(source.shape))
-    return Staged(view, (source, output), ready, lambda _: way.place(output, tensor))
+    return Staged(view, (source, output), ready, lambda *_: way.place(output, tensor))
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
@@ -95,8 +118,19 @@ def _overlaps(tensor: torch.Tensor) -> bool:
     return False
 
 
+def _written(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+    """The tensor, whose memory the engine has overwritten."""
+    if not tensor.is_inference():
+        # Autograd shall notice if backward needs what was overwritten.
+        torch.autograd.graph.increment_version(tensor)
+    return tensor
+
+
 def in_place(tensor: torch.Tensor) -> Staged:
     """For a result that replaces the input."""
+    direct = _direct(tensor, in_place=True)
+    if direct is not None:
+        return Staged(direct, tensor.untyped_storage(), at_once, partial(_written, tensor))
     dtype = _dtype(tensor)
     if not tensor.is_contiguous() and _overlaps(tensor):
         raise ValueError(
@@ -106,14 +140,12 @@ def in_place(tensor: torch.Tensor) -> Staged:
     memory, copied, ready = _input(way, tensor)
     pointer = _pointer(memory)
 
-    def finish(_: Any) -> torch.Tensor:
-        if copied:
-            # Inference tensors are written in inference mode only, leaves without autograd only.
-            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                way.overwrite(tensor, memory)
-        elif not tensor.is_inference():
-            # Autograd shall notice if backward needs what was overwritten.
-            torch.autograd.graph.increment_version(tensor)
+    def finish(*_: Any) -> torch.Tensor:
+        if not copied:
+            return _written(tensor)
+        # Inference tensors are written in inference mode only, leaves without autograd only.
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+            way.overwrite(tensor, memory)
         return tensor
 
     return Staged(View(pointer, pointer, dtype, tuple(memory.shape)), (memory,), ready, finish)
@@ -121,8 +153,17 @@ def in_place(tensor: torch.Tensor) -> Staged:
 
 def to_engine(tensor: torch.Tensor) -> Staged:
     """For a result of other rows, for which the engine allocates the memory."""
+    direct = _direct(tensor, in_place=False)
+    if direct is not None:
+        return Staged(direct, tensor.untyped_storage(), at_once, _allocated)
     dtype = _dtype(tensor)
     way = staging(tensor)
     source, _, ready = _input(way, tensor)
     view = View(_pointer(source), 0, dtype, tuple(source.shape))
-    return Staged(view, (source,), ready, lambda output: way.place(from_dlpack(output), tensor))
+    return Staged(view, (source,), ready, lambda *of: way.place(_allocated(*of), tensor))
+
+
+def _allocated(result: Any, place: int) -> torch.Tensor:
+    """The output that the engine has made."""
+    output: torch.Tensor = from_dlpack(result.output(place))
+    return output

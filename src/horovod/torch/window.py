@@ -21,7 +21,7 @@ def _same(seen: torch.Tensor, gradient: torch.Tensor | None) -> bool:
     return bool(((seen == gradient) | both_nan).all())
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Slot:
     """One parameter, and how far its gradient is in this window."""
 
@@ -86,27 +86,32 @@ class Slot:
         )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Bucket:
     """Slots whose gradients travel as one call."""
 
     slots: list[Slot] = field(default_factory=list)
+    dense: bool = False  # all ranks know since the window's start that all its gradients are
     missing: int = 0  # gradients that have not arrived
     flight: Callable[[], Iterable[torch.Tensor]] | None = None
     """While the call is under way: waits for it, and gives the reduced gradients of `sent`."""
     sent: list[Slot] = field(default_factory=list)
 
-    def is_dense(self) -> bool:
-        """Whether all ranks know that all its gradients are."""
-        return all(slot.layout == DENSE for slot in self.slots)
+    def restart(self) -> None:
+        """Starts a new window."""
+        if not self.dense:  # layouts once known don't change
+            self.dense = all(slot.layout == DENSE for slot in self.slots)
+        self.missing = len(self.slots)
+        self.flight = None
 
 
 def check_untouched(slots: list[Slot]) -> None:
     """Raises if a gradient was changed since it was noted."""
-    changed = ", ".join(slot.name for slot in slots if not slot.untouched())
+    changed = [slot.name for slot in slots if not slot.untouched()]
     if changed:
         raise RuntimeError(
-            f"gradient of {changed} was changed or replaced while it was being reduced. The end of "
-            f"backward waits only if every parameter had a gradient: call optimizer.synchronize() "
-            f"before you use gradients, and step inside `with optimizer.skip_synchronize():`"
+            f"gradient of {', '.join(changed)} was changed or replaced while it was being reduced. "
+            f"The end of backward waits only if every parameter had a gradient: call "
+            f"optimizer.synchronize() before you use gradients, and step inside "
+            f"`with optimizer.skip_synchronize():`"
         )
