@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,3 +109,18 @@ def test_time_of_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
         commands.took_s(
             [sys.executable, "-c", "import sys; print('why', file=sys.stderr); exit(3)"]
         )
+
+
+def test_other_jobs_turns_are_not_the_yard_stick_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has one in every round, until its own have taken long enough."""
+    monkeypatch.syspath_prepend(str(RUN.parent))
+    import limit
+
+    clock_s = itertools.count(0.0, limit.TAKE_S * 0.4)  # each look at it, and so each sample
+    monkeypatch.setattr(limit, "time", SimpleNamespace(monotonic=lambda: next(clock_s)))
+    monkeypatch.setattr(limit, "take_s", lambda *_: 1.0)
+    yard_stick = limit.Samples(Path("limit_shm"), 2, 4)
+    for _ in range(5):
+        yard_stick()
+        next(clock_s)  # others have their turns
+    assert yard_stick.samples == [1.0] * 3
