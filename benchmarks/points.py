@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from horovod.bench.points import MODELS, SIZES_BYTES
+from horovod.bench.points import MODELS, SIZES_BYTES, size_text
 
 KIB, MIB = 1 << 10, 1 << 20
 FLOAT_BYTES = 4
@@ -71,15 +71,8 @@ class Absence:
         return f"{self.peer}{where}: {self.reason}"
 
 
-def size_name(size_bytes: int) -> str:
-    for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
-        if size_bytes >= unit:
-            return f"{size_bytes // unit} {name}"
-    return f"{size_bytes} B"
-
-
 def tensor(size_bytes: int) -> Point:
-    return Point(size_name(size_bytes), "tensor", (size_bytes // FLOAT_BYTES,))
+    return Point(size_text(size_bytes), "tensor", (size_bytes // FLOAT_BYTES,))
 
 
 def gradients(model: str) -> Point:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from horovod.bench import report, worker
-from horovod.bench.points import MODELS, SIZES_BYTES
+from horovod.bench.points import MODELS, SIZES_BYTES, size_text
 from horovod.bench.worker import Point
 from horovod.runner import function, launch, placement
 from horovod.runner.driver import Outcome
@@ -103,7 +103,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _points(args: argparse.Namespace) -> list[Point]:
-    singles = [Point(report.size_text(size), [size // 4]) for size in dict.fromkeys(args.sizes)]
+    singles = [Point(size_text(size), [size // 4]) for size in dict.fromkeys(args.sizes)]
     return singles + [Point(name, MODELS[name]()) for name in dict.fromkeys(args.sets)]
 
 

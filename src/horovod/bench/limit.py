@@ -1,4 +1,4 @@
-"""The yard-stick on this host: its memory and the kinds of it; knows no engine and no clock.
+"""The yard-stick on this host: its memory and the kinds of it; knows no clock and no point.
 
 The core's ``Limit`` is a bare allreduce of the ranks of one host. How it stores into shared memory,
 and in which slots, is for the caller to try: what is fastest depends on the machine.

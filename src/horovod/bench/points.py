@@ -8,6 +8,14 @@ SIZES_BYTES = (4, 16 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20)
 """Sizes of a single tensor."""
 
 
+def size_text(size_bytes: int) -> str:
+    """``16 KiB``, ``1 MiB``; in bytes what isn't a multiple of either."""
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size_bytes % unit == 0:
+            return f"{size_bytes // unit} {name}"
+    return f"{size_bytes} B"
+
+
 def resnet50() -> list[int]:
     """Elements of each parameter of ResNet-50, in the order of its parameters."""
     counts, channels = [64 * 3 * 7 * 7, 64, 64], 64

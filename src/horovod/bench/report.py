@@ -11,9 +11,8 @@ from typing import Any
 
 import horovod
 from horovod.bench.limit import Span
+from horovod.bench.points import size_text
 from horovod.bench.worker import Point, Report, Times
-
-_KIB, _MIB = 1 << 10, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -96,14 +95,6 @@ def rows(points: Sequence[Point], reports: Sequence[Report]) -> list[Row]:
             )
         )
     return found
-
-
-def size_text(size_bytes: int) -> str:
-    """``16 KiB``."""
-    for unit, name in ((_MIB, "MiB"), (_KIB, "KiB")):
-        if size_bytes % unit == 0:
-            return f"{size_bytes // unit} {name}"
-    return f"{size_bytes} B"
 
 
 def _duration(seconds: float) -> str:
