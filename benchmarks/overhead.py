@@ -4,7 +4,7 @@
 
 Starts a job for each checkout in turn, several times, with one process and with two. A cell is the
 fastest of many short batches in microseconds, which is the one number that other programs on the
-machine hardly move. A table of its own compares many small tensors with and without fusion.
+machine hardly move. The row of tensors that aren't fused comes from a job of its own.
 """
 
 from __future__ import annotations
