@@ -510,8 +510,7 @@ void bind_limit(nb::module_& m) {
       .def("barrier", &PyLimit::barrier)
       .def("allreduce", &PyLimit::allreduce, "data"_a, "count"_a, "slot_bytes"_a, "streaming"_a,
            "In place, float32; returns when its first barrier and all of it was over, in seconds "
-           "of the "
-           "monotonic clock.");
+           "of the monotonic clock.");
 }
 
 }  // namespace

@@ -35,7 +35,6 @@ class CallMap {
     return it == map_.end() ? nullptr : &it->second;
   }
   bool contains(const CallKey& key) const { return map_.contains(key); }
-  size_t size() const { return map_.size(); }
 
   // The key must be new.
   T& add(const CallKey& key, T value) {

@@ -75,7 +75,7 @@ void Limit::await(int32_t rank) const {
       const auto waited = std::chrono::duration_cast<std::chrono::seconds>(options_.patience);
       throw Error(ErrorKind::PeerLost,
                   "local rank " + std::to_string(rank) +
-                      " did not come to the yard-stick's barrier" + " within " +
+                      " did not come to the yard-stick's barrier within " +
                       std::to_string(waited.count()) + " s",
                   rank);
     }
