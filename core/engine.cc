@@ -155,7 +155,7 @@ int64_t Engine::submit(LocalCallPtr call, uint32_t site) {
   }
   complete_request(*call);
   if (site > 0 && site <= sites_.size()) call->site = sites_[site - 1];
-  names_.add({request.set, request.name}, call.get());
+  names_.add({request.set, request.name}, call);
   const int64_t handle = next_handle_++;
   call->blocked = call->waited = static_cast<bool>(call->when_done);
   if (!call->waited) handles_.emplace(handle, call);
@@ -596,7 +596,7 @@ std::optional<Status> Engine::failure() {
 std::vector<std::string> Engine::pending() {
   std::lock_guard lock(mutex_);
   std::vector<std::string> names;
-  names_.for_each([&](const CallKey& key, const LocalCall*) { names.emplace_back(key.name); });
+  names_.for_each([&](const CallKey& key, const LocalCallPtr&) { names.emplace_back(key.name); });
   std::sort(names.begin(), names.end());
   return names;
 }

@@ -142,7 +142,7 @@ class Engine {
   std::vector<Event> events_;
   std::vector<LocalCallPtr> newly_blocked_;
   std::unordered_map<int64_t, LocalCallPtr> handles_;
-  CallMap<const LocalCall*> names_;  // in flight
+  CallMap<LocalCallPtr> names_;  // in flight; they own the names that they are found by
   std::map<uint32_t, std::vector<int32_t>> sets_;
   std::map<std::string, uint32_t> site_numbers_;
   std::vector<const std::string*> sites_;  // by number less one
