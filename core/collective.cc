@@ -188,11 +188,13 @@ Place Collective::place() const {
 
 void Collective::start(Schedule schedule, std::vector<View> in, std::vector<View> out,
                        FoldSpec fold) {
+  const bool timed = place_ == 0 && schedule.bytes_sent() >= StoreChoice::kLeastBytes;
   run_ = Run{.schedule = std::move(schedule),
              .in = VirtualVector(std::move(in)),
              .out = VirtualVector(std::move(out)),
              .group = group_.contributors,
-             .fold = fold};
+             .fold = fold,
+             .timed = timed};
 }
 
 namespace {

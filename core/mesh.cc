@@ -10,24 +10,9 @@
 namespace horovod {
 namespace {
 
+using Clock = std::chrono::steady_clock;
+
 constexpr size_t kWindow = 64;  // steps of a run that one pass looks at
-
-// What it takes to run `work`, for StoreChoice.
-template <typename Work>
-uint64_t ns_of(Work&& work) {
-  using Clock = std::chrono::steady_clock;
-  const auto start = Clock::now();
-  work();
-  const std::chrono::nanoseconds took = Clock::now() - start;
-  return static_cast<uint64_t>(took.count());
-}
-
-// A slot that was written with `stores` may be published from now on.
-void finish(Stores stores) {
-  if (stores == Stores::Streaming) store_fence();
-}
-
-bool sends(const Step& step) { return step.kind == StepKind::Send || step.forward; }
 
 }  // namespace
 
@@ -58,21 +43,32 @@ bool Mesh::advance(Run& run, bool oldest) {
   const size_t count = run.schedule.steps.size();
   run.done.resize(count);
   const size_t end = std::min(run.first + kWindow, count);
+  if (oldest && run.timed && run.since == Clock::time_point{}) run.since = Clock::now();
   bool moved = false, send_waits = false;
   for (size_t i = run.first; i < end && !closed_; ++i) {
     if (run.done[i]) continue;
     const Step& step = run.schedule.steps[i];
-    const bool in_turn = !send_waits || !sends(step);
+    const bool in_turn = !send_waits || !step.sends();
     if (in_turn && try_step(run, step, oldest)) {
       run.done[i] = moved = true;
+      if (oldest) take_time(run);
     } else {
       close_channels(run, step);
-      send_waits = send_waits || sends(step);
+      send_waits = send_waits || step.sends();
     }
   }
   while (run.first < count && run.done[run.first]) ++run.first;
   closed_ = closed_ || end < count;
   return moved;
+}
+
+// While runs follow each other each counts from when it is the oldest, and with it what the younger
+// ones have written meanwhile: so every moment and every byte counts once.
+void Mesh::take_time(Run& run) {
+  const uint64_t wrote = std::exchange(wrote_bytes_, 0);
+  if (!run.timed) return;
+  const Clock::time_point before = std::exchange(run.since, Clock::now());
+  stores_.wrote(wrote, run.since - before);
 }
 
 bool Mesh::try_step(Run& run, const Step& step, bool oldest) {
@@ -103,39 +99,36 @@ bool Mesh::send(const Run& run, const Step& step, bool oldest) {
   std::byte* slot = transport_.reserve(to, step.bytes, oldest);
   if (slot == nullptr) return false;
   const Stores stores = stores_.next();
-  const auto copy = [&] {
-    run.in.for_each(step.in, step.bytes,
-                    [&](std::byte* from, uint64_t offset, uint64_t bytes, DType) {
-                      kernels_.copy_to_slot(slot + offset, stores, from, bytes);
-                    });
-    finish(stores);
-  };
-  if (stores_.measures(step.bytes)) {
-    stores_.wrote(step.bytes, ns_of(copy));
-  } else {
-    copy();
-    stores_.wrote_unmeasured();
-  }
-  transport_.publish(stores);
+  run.in.for_each(step.in, step.bytes,
+                  [&](std::byte* from, uint64_t offset, uint64_t bytes, DType) {
+                    kernels_.copy_to_slot(slot + offset, stores, from, bytes);
+                  });
+  publish(step, stores);
   return true;
+}
+
+void Mesh::publish(const Step& step, Stores stores) {
+  if (stores == Stores::Streaming) store_fence();
+  wrote_bytes_ += step.bytes;
+  transport_.publish(stores);
+}
+
+// A slot of rank `from`; the first member of the group says what stores to use.
+const std::byte* Mesh::peek(const Run& run, const Step& step, int32_t from) {
+  const Arrival slot = transport_.peek(from, step.bytes);
+  if (slot.data != nullptr && from == run.group.front()) stores_.follow(slot.stores);
+  return slot.data;
 }
 
 bool Mesh::store(const Run& run, const Step& step) {
   const int32_t from = ranks_of(run, step).front();
   if (receives_closed_[from]) return false;
-  const Arrival slot = transport_.peek(from, step.bytes);
-  if (slot.data == nullptr) return false;
-  const auto copy = [&] {
-    run.out.for_each(step.out, step.bytes,
-                     [&](std::byte* to, uint64_t offset, uint64_t bytes, DType) {
-                       std::memcpy(to, slot.data + offset, bytes);
-                     });
-  };
-  if (stores_.measures(step.bytes)) {
-    stores_.read(slot.stores, step.bytes, ns_of(copy));
-  } else {
-    copy();
-  }
+  const std::byte* slot = peek(run, step, from);
+  if (slot == nullptr) return false;
+  run.out.for_each(step.out, step.bytes,
+                   [&](std::byte* to, uint64_t offset, uint64_t bytes, DType) {
+                     std::memcpy(to, slot + offset, bytes);
+                   });
   transport_.consume(from);
   return true;
 }
@@ -148,29 +141,16 @@ bool Mesh::fold(const Run& run, const Step& step, bool oldest) {
   }
   // One term per member in rank order; own memory is filled in piece by piece.
   slots_.assign(run.group.size(), nullptr);
-  Stores theirs = Stores::Ordinary;
   for (size_t i = 0; i < ranks.size(); ++i) {
-    const Arrival slot = transport_.peek(ranks[i], step.bytes);
-    if (slot.data == nullptr) return false;
-    slots_[static_cast<size_t>(peers[i])] = slot.data;
-    theirs = slot.stores;  // ranks are in step, by and large: one speaks for all
+    const std::byte* slot = peek(run, step, ranks[i]);
+    if (slot == nullptr) return false;
+    slots_[static_cast<size_t>(peers[i])] = slot;
   }
   std::byte* forward = nullptr;
   if (step.forward && !ranks.empty()) {
     forward = transport_.reserve(ranks, step.bytes, oldest);
     if (forward == nullptr) return false;
   }
-  if (!ranks.empty() && forward == nullptr && stores_.measures(step.bytes)) {
-    stores_.read(theirs, step.bytes, ns_of([&] { fold_slots(run, step, nullptr); }));
-  } else {
-    fold_slots(run, step, forward);
-  }
-  if (forward != nullptr) transport_.publish(stores_.next());
-  for (const int32_t rank : ranks) transport_.consume(rank);
-  return true;
-}
-
-void Mesh::fold_slots(const Run& run, const Step& step, std::byte* forward) {
   FoldSpec spec = run.fold;
   const Stores stores = stores_.next();
   terms_.resize(slots_.size());
@@ -184,13 +164,15 @@ void Mesh::fold_slots(const Run& run, const Step& step, std::byte* forward) {
                                   forward == nullptr ? nullptr : forward + offset, stores,
                                   terms_.data(), terms_.size(), bytes / info(dtype).size);
                   });
-  if (forward != nullptr) finish(stores);
+  if (forward != nullptr) publish(step, stores);
+  for (const int32_t rank : ranks) transport_.consume(rank);
+  return true;
 }
 
 void Mesh::close_channels(const Run& run, const Step& step) {
   const bool receives = step.kind == StepKind::Store || step.kind == StepKind::Fold;
   for (const int32_t rank : ranks_of(run, step)) {
-    if (sends(step)) sends_closed_[rank] = 1;
+    if (step.sends()) sends_closed_[rank] = 1;
     if (receives) receives_closed_[rank] = 1;
   }
 }

@@ -2,6 +2,7 @@
 // agreement.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -56,6 +57,9 @@ struct Run {
   FoldSpec fold;               // the dtype comes from each view
   std::vector<bool> done = {};
   size_t first = 0;  // the first step that isn't done
+  // Its time tells which stores are better: this rank is the first of the group, and writes much.
+  bool timed = false;
+  std::chrono::steady_clock::time_point since = {};  // what has been counted ends here
 
   bool finished() const { return first == schedule.steps.size(); }
 };
@@ -89,14 +93,17 @@ class Mesh {
   bool send(const Run& run, const Step& step, bool oldest);
   bool store(const Run& run, const Step& step);
   bool fold(const Run& run, const Step& step, bool oldest);
-  void fold_slots(const Run& run, const Step& step, std::byte* forward);
+  void publish(const Step& step, Stores stores);
+  const std::byte* peek(const Run& run, const Step& step, int32_t from);
+  void take_time(Run& run);
   void close_channels(const Run& run, const Step& step);
   std::span<const int32_t> ranks_of(const Run& run, const Step& step);
 
   Transport& transport_;
   const Kernels& kernels_;
   StoreChoice stores_;
-  bool closed_ = false;  // an older run has steps that this pass doesn't reach
+  uint64_t wrote_bytes_ = 0;  // since the oldest run last did a step
+  bool closed_ = false;       // an older run has steps that this pass doesn't reach
   std::vector<uint8_t> sends_closed_, receives_closed_;  // by global rank
   std::vector<int32_t> ranks_;                           // scratch of ranks_of
   std::vector<const std::byte*> slots_, terms_;          // scratch of fold

@@ -40,6 +40,7 @@ struct Step {
   uint32_t first_peer = 0, peers = 0;  // a range of Schedule::peers
   int32_t after = -1;                  // index of an earlier step
 
+  bool sends() const { return kind == StepKind::Send || forward; }
   bool operator==(const Step&) const = default;
 };
 
@@ -49,6 +50,11 @@ struct Schedule {
 
   std::span<const int32_t> peers_of(const Step& step) const {
     return {peers.data() + step.first_peer, step.peers};
+  }
+  uint64_t bytes_sent() const {
+    uint64_t bytes = 0;
+    for (const Step& step : steps) bytes += step.sends() ? step.bytes : 0;
+    return bytes;
   }
 };
 

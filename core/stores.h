@@ -1,21 +1,20 @@
-// L1: which kind of stores pays for the slots of this rank, judged by its own traffic. Must not
-// know clocks, slots or schedules: it is told what writing and reading took.
+// L1: which kind of stores pays for shared-memory slots, judged by how long whole stretches of
+// traffic take. Must not know clocks, slots or schedules: it is told bytes and times.
 //
 // What is best depends on which caches the ranks share, and a virtual machine doesn't say that
-// reliably. So now and then, for a short while, a rank writes its slots in both ways by turns, and
-// both sides take the time: writers of writing and readers of reading, since what is fast for the
-// one may be slow for the other. The medians of both decide, which bear with a few times in which
-// the process had to wait for its core. Ranks may choose differently and never have to agree: the
-// bits are the same.
+// reliably, nor does it stay so. The time of a single slot doesn't tell either: streaming stores
+// end later than the instructions do, and what a writer saves a reader may pay. So now and then one
+// rank tries both kinds, a stretch of its traffic with each, and compares how long the stretches
+// took, waiting for peers included. The others follow it: they write with the kind of what last
+// came from it, as one side's stores are the other side's misses. The bits are the same with both.
 #pragma once
 
-#include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstdint>
 #include <optional>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "kernels.h"
 
@@ -23,19 +22,18 @@ namespace horovod {
 
 class StoreChoice {
  public:
-  // Smaller slots tell what a call costs rather than what a byte does.
-  static constexpr uint64_t kLeastBytes = 4096;
-  // A trial is a number of blocks, in slots. In each the first few don't count: they find the
-  // caches as the other kind of stores has left them.
-  static constexpr uint64_t kBlock = 16, kSettle = 8, kTrial = 2 * kBlock;
-  // Slots between two trials: the answer changes when a hypervisor moves a rank to another core.
-  static constexpr uint64_t kPause = 2048;
-  static constexpr uint64_t kShortPause = 512;  // if the rank has read too little, as a root does
-  // Streaming has to look that much cheaper. The times hold the user's memory too, so neither kind
-  // ever looks far ahead; and they hide some of what streaming costs, as its stores end later.
-  // Measured, time with streaming to time with ordinary stores: 0.81 and up where two ranks share a
-  // core and ordinary stores are better, 0.74 and down where each has its own.
-  static constexpr double kWorthStreaming = 0.78;
+  // Shorter transfers tell what a wake-up costs rather than what a byte does.
+  static constexpr uint64_t kLeastBytes = 512 << 10;
+  // A trial is a stretch with the chosen kind and one with the other. The first part of each
+  // doesn't count: the caches are as the other kind has left them, until an outbox has been filled
+  // once.
+  static constexpr uint64_t kStretchBytes = 16 << 20, kSettleBytes = 8 << 20;
+  // Between two trials; so a sixty-fourth of all bytes is written with what may be the worse kind.
+  static constexpr uint64_t kPauseBytes = 1 << 30;
+  // The other kind has to win so many trials in a row, which follow each other without a pause, as
+  // they cost nothing if it is the better one. Each by a margin: noise doesn't change a choice.
+  static constexpr int kWins = 3;
+  static constexpr double kMargin = 0.95;
 
   // Always `fixed`, if that is given.
   explicit StoreChoice(std::optional<Stores> fixed = {}) : fixed_(fixed.has_value()) {
@@ -43,70 +41,76 @@ class StoreChoice {
   }
 
   // What the next slot is to be written with.
-  Stores next() const { return in_trial() ? kind_of(slots_ / kBlock) : chosen_; }
+  Stores next() const { return phase_ == kOther ? other() : chosen_; }
 
-  // Whether to take the time of writing or reading a slot of `bytes`. Tell then what it was, of
-  // writing with next() or of reading what was written with `stores`; else only that one was
-  // written.
-  bool measures(uint64_t bytes) const { return in_trial() && bytes >= kLeastBytes; }
-  void wrote(uint64_t bytes, uint64_t ns) {
-    if (slots_ % kBlock >= kSettle) add(writes_, next(), bytes, ns);
-    if (++slots_ == kTrial) decide();
-  }
-  void read(Stores stores, uint64_t bytes, uint64_t ns) { add(reads_, stores, bytes, ns); }
-  void wrote_unmeasured() {
-    if (!in_trial() && ++slots_ == next_trial_) slots_ = 0;
+  // For who leads: `bytes` were written with next(), which took `time`.
+  void wrote(uint64_t bytes, std::chrono::nanoseconds time) {
+    if (fixed_) return;
+    const bool settled = bytes_ >= kSettleBytes;
+    bytes_ += bytes;
+    if (phase_ == kPause) {
+      if (bytes_ >= kPauseBytes) begin(kChosen);
+      return;
+    }
+    if (settled) totals_[phase_].add(bytes, time);
+    if (bytes_ < kStretchBytes) return;
+    if (phase_ == kChosen) return begin(kOther);
+    judge();
   }
 
-  // For the log, when a trial has changed the choice; else empty.
+  // For the others: the leader uses `stores`.
+  void follow(Stores stores) {
+    if (!fixed_) chosen_ = stores;
+  }
+
+  // For the log, when trials have changed the choice; else empty.
   std::string take_finding() { return std::exchange(finding_, {}); }
 
  private:
-  using Times = std::array<std::vector<double>, 2>;  // of each kind, in ns a byte
+  enum Phase : uint8_t { kChosen, kOther, kPause };
 
-  static Stores kind_of(uint64_t block) {
-    return block == 0 ? Stores::Streaming : Stores::Ordinary;
-  }
-  static void add(Times& to, Stores stores, uint64_t bytes, uint64_t ns) {
-    auto& times = to[static_cast<size_t>(stores)];
-    if (times.size() < kTrial)
-      times.push_back(static_cast<double>(ns) / static_cast<double>(bytes));
-  }
-  static double median(std::vector<double>& times) {
-    const auto middle = times.begin() + static_cast<ptrdiff_t>(times.size() / 2);
-    std::nth_element(times.begin(), middle, times.end());
-    return *middle;
+  struct Total {
+    uint64_t bytes = 0;
+    std::chrono::nanoseconds time{};
+
+    void add(uint64_t more, std::chrono::nanoseconds took) {
+      bytes += more;
+      time += took;
+    }
+    double ns_a_byte() const {
+      return static_cast<double>(time.count()) / static_cast<double>(bytes);
+    }
+  };
+
+  Stores other() const {
+    return chosen_ == Stores::Ordinary ? Stores::Streaming : Stores::Ordinary;
   }
 
-  bool in_trial() const { return !fixed_ && slots_ < kTrial; }
+  void begin(Phase phase) {
+    phase_ = phase;
+    bytes_ = 0;
+  }
 
-  void decide() {
-    const bool told = std::all_of(reads_.begin(), reads_.end(),
-                                  [](const auto& times) { return times.size() >= kSettle; });
-    next_trial_ = kTrial + (told ? kPause : kShortPause);
-    if (told) choose(cost(Stores::Ordinary), cost(Stores::Streaming));
-    for (Times* times : {&writes_, &reads_}) *times = {};
-  }
-  double cost(Stores stores) {
-    const auto kind = static_cast<size_t>(stores);
-    return median(writes_[kind]) + median(reads_[kind]);
-  }
-  void choose(double ordinary, double streaming) {
-    const Stores before = chosen_;
-    chosen_ = streaming < kWorthStreaming * ordinary ? Stores::Streaming : Stores::Ordinary;
-    if (std::exchange(decided_, true) && chosen_ == before) return;
-    finding_ = std::string(chosen_ == Stores::Ordinary ? "ordinary" : "streaming") +
-               " stores into slots from now on: a byte through a slot takes " +
-               std::to_string(ordinary) + " ns with ordinary ones, " + std::to_string(streaming) +
-               " ns with streaming ones";
+  void judge() {
+    const auto [chosen, other_one] = std::exchange(totals_, {});
+    const double before = chosen.ns_a_byte(), after = other_one.ns_a_byte();
+    wins_ = after < kMargin * before ? wins_ + 1 : 0;
+    if (wins_ == kWins) {
+      wins_ = 0;
+      chosen_ = other();
+      finding_ = std::string(chosen_ == Stores::Ordinary ? "ordinary" : "streaming") +
+                 " stores into slots from now on: a byte takes " + std::to_string(after) +
+                 " ns instead of " + std::to_string(before);
+    }
+    begin(wins_ == 0 ? kPause : kChosen);
   }
 
   bool fixed_;
   Stores chosen_ = Stores::Streaming;
-  bool decided_ = false;
-  uint64_t slots_ = 0;  // since the last trial began
-  uint64_t next_trial_ = 0;
-  Times writes_, reads_;
+  Phase phase_ = kChosen;
+  uint64_t bytes_ = 0;             // written in this phase
+  std::array<Total, 2> totals_{};  // of the phases of a trial, once settled
+  int wins_ = 0;                   // of the other kind, in a row
   std::string finding_;
 };
 

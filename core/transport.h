@@ -15,7 +15,7 @@
 
 namespace horovod {
 
-// A slot that arrived, and what it was written with, for readers that measure.
+// A slot that arrived, and what it was written with.
 struct Arrival {
   const std::byte* data = nullptr;  // null: it hasn't
   Stores stores = Stores::Ordinary;

@@ -112,14 +112,14 @@ MUTATIONS = [
     Mutation(
         "terms are folded in another order",
         "mesh.cc",
-        "slots_[static_cast<size_t>(peers[i])] = slot.data;",
-        "slots_[static_cast<size_t>(peers[peers.size() - 1 - i])] = slot.data;",
+        "slots_[static_cast<size_t>(peers[i])] = slot;",
+        "slots_[static_cast<size_t>(peers[peers.size() - 1 - i])] = slot;",
         "conformance",
     ),
     Mutation(
         "a forward isn't published",
         "mesh.cc",
-        "if (forward != nullptr) transport_.publish(stores_.next());",
+        "if (forward != nullptr) publish(step, stores);",
         "",
         "ranks",
     ),
@@ -133,7 +133,7 @@ MUTATIONS = [
     Mutation(
         "a send overtakes one that found no room",
         "mesh.cc",
-        "      send_waits = send_waits || sends(step);",
+        "      send_waits = send_waits || step.sends();",
         "      (void)send_waits;",
         "mesh",
     ),

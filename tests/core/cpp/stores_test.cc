@@ -2,6 +2,7 @@
 #include "core/stores.h"
 
 #include <array>
+#include <chrono>
 #include <iostream>
 #include <string>
 
@@ -10,104 +11,114 @@
 namespace horovod {
 namespace {
 
-struct Costs {  // in ns of 4 KiB, for ordinary and for streaming stores
-  std::array<uint64_t, 2> write, read;
-};
+using std::chrono::nanoseconds;
 
-constexpr uint64_t kBytes = StoreChoice::kLeastBytes;
-constexpr Costs kShared{{400, 600}, {300, 900}};  // one cache for all
-constexpr Costs kApart{{900, 200}, {300, 300}};   // a cache each
+// What a MiB takes with ordinary and with streaming stores.
+using Costs = std::array<nanoseconds, 2>;
+constexpr uint64_t kMiB = 1 << 20;
+constexpr Costs kShared{nanoseconds(200'000), nanoseconds(350'000)};  // one cache for all
+constexpr Costs kApart{nanoseconds(400'000), nanoseconds(250'000)};   // a cache each
 
-uint64_t cost(const std::array<uint64_t, 2>& of, Stores stores) {
-  return of[static_cast<size_t>(stores)];
-}
+constexpr uint64_t kTrialBytes = 2 * StoreChoice::kStretchBytes;
 
-// A rank writes so many slots and reads as many; its peer does as it does.
-void run(StoreChoice& choice, const Costs& costs, uint64_t slots, bool reads = true,
-         uint64_t bytes = kBytes) {
-  for (uint64_t i = 0; i < slots; ++i) {
-    const Stores stores = choice.next();
-    if (!choice.measures(bytes)) {
-      choice.wrote_unmeasured();
-      continue;
-    }
-    // One of five took much longer: the process had to wait for its core.
-    const uint64_t waited = i % 5 == 0 ? 1'000'000 : 0;
-    choice.wrote(bytes, cost(costs.write, stores) * bytes / kBytes + waited);
-    if (reads && choice.measures(bytes)) {
-      choice.read(stores, bytes, cost(costs.read, stores) * bytes / kBytes + waited);
-    }
+// A leader writes so many bytes. How many of them with `stores`.
+uint64_t write(StoreChoice& choice, const Costs& costs, uint64_t bytes,
+               Stores stores = Stores::Ordinary, uint64_t step_bytes = kMiB) {
+  uint64_t with = 0;
+  for (uint64_t written = 0; written < bytes; written += step_bytes) {
+    const Stores next = choice.next();
+    if (next == stores) with += step_bytes;
+    choice.wrote(step_bytes, costs[static_cast<size_t>(next)] * step_bytes / kMiB);
   }
+  return with;
 }
 
-void test_trials() {
+// Both changes of the machine are followed, after as many trials as it takes to believe them.
+void test_changes() {
   StoreChoice choice;
   CHECK(choice.next() == Stores::Streaming);
+  write(choice, kShared, StoreChoice::kWins * kTrialBytes - kMiB);
   CHECK_EQ(choice.take_finding(), std::string());
-  run(choice, kShared, StoreChoice::kTrial);
+  write(choice, kShared, kMiB);
   CHECK(choice.next() == Stores::Ordinary);
   CHECK(choice.take_finding().starts_with("ordinary stores into slots"));
   CHECK_EQ(choice.take_finding(), std::string());
-  run(choice, kShared, StoreChoice::kPause - 1);
-  CHECK(choice.next() == Stores::Ordinary);
-  CHECK(!choice.measures(kBytes));
-  run(choice, kApart, 1 + StoreChoice::kTrial);
+  CHECK_EQ(write(choice, kApart, StoreChoice::kPauseBytes, Stores::Streaming), 0u);
+  write(choice, kApart, StoreChoice::kWins * kTrialBytes);
   CHECK(choice.next() == Stores::Streaming);
   CHECK(choice.take_finding().starts_with("streaming stores into slots"));
-  run(choice, kApart, StoreChoice::kPause + StoreChoice::kTrial);
-  CHECK_EQ(choice.take_finding(), std::string());  // nothing new
 }
 
-// What reading costs counts, and is a cost a byte whatever the sizes.
-void test_readers() {
-  const Costs slow_to_read{{500, 200}, {200, 500}};
-  for (const uint64_t bytes : {kBytes, 32 * kBytes}) {
+// Small steps are judged as large ones are: by the bytes of a stretch.
+void test_step_sizes() {
+  for (const uint64_t step_bytes : {kMiB / 8, 4 * kMiB}) {
     StoreChoice choice;
-    run(choice, slow_to_read, StoreChoice::kTrial, true, bytes);
+    write(choice, kShared, StoreChoice::kWins * kTrialBytes, Stores::Ordinary, step_bytes);
     CHECK(choice.next() == Stores::Ordinary);
   }
 }
 
-// Streaming that looks only a little cheaper isn't.
-void test_doubt() {
+// As long as the choice is right, hardly anything is written otherwise.
+void test_price() {
   StoreChoice choice;
-  run(choice, {{400, 300}, {300, 300}}, StoreChoice::kTrial);
-  CHECK(choice.next() == Stores::Ordinary);
-  CHECK(!choice.measures(kBytes));
+  const uint64_t bytes = 16 * StoreChoice::kPauseBytes;
+  CHECK(write(choice, kApart, bytes) <= bytes / 50);
+  CHECK_EQ(choice.take_finding(), std::string());
 }
 
-// Who only writes can't judge; it is asked again soon.
-void test_roots() {
+// Neither a little less nor a single trial that went badly for it changes the choice.
+void test_noise() {
   StoreChoice choice;
-  run(choice, kShared, StoreChoice::kTrial, false);
-  CHECK(choice.next() == Stores::Streaming);
-  CHECK(!choice.measures(kBytes));
-  run(choice, kShared, StoreChoice::kShortPause, false);
-  CHECK(choice.measures(kBytes));
-  run(choice, kShared, StoreChoice::kTrial);
+  write(choice, {nanoseconds(243'000), nanoseconds(250'000)}, 4 * StoreChoice::kPauseBytes);
+  CHECK_EQ(choice.take_finding(), std::string());
+  for (int i = 0; i < 8; ++i) {
+    write(choice, kShared, (StoreChoice::kWins - 1) * kTrialBytes);
+    write(choice, kApart, kTrialBytes + StoreChoice::kPauseBytes);
+    CHECK(choice.next() == Stores::Streaming);
+  }
+  CHECK_EQ(choice.take_finding(), std::string());
+}
+
+// The caches have to get used to a kind of stores before its time counts.
+void test_settling() {
+  StoreChoice choice;
+  Stores before = choice.next();
+  uint64_t same = 0;
+  for (uint64_t written = 0; written < 4 * kTrialBytes; written += kMiB) {
+    const Stores next = choice.next();
+    same = next == before ? same + kMiB : 0;
+    before = next;
+    const bool slow = next == Stores::Ordinary && same < StoreChoice::kSettleBytes;
+    choice.wrote(kMiB, slow ? nanoseconds(9'000'000) : kShared[static_cast<size_t>(next)]);
+  }
   CHECK(choice.next() == Stores::Ordinary);
+}
+
+void test_followers() {
+  StoreChoice choice;
+  choice.follow(Stores::Ordinary);
+  CHECK(choice.next() == Stores::Ordinary);
+  choice.follow(Stores::Streaming);
+  CHECK(choice.next() == Stores::Streaming);
 }
 
 void test_fixed() {
   for (const Stores stores : {Stores::Ordinary, Stores::Streaming}) {
     StoreChoice choice(stores);
-    run(choice, stores == Stores::Ordinary ? kApart : kShared, 3 * StoreChoice::kPause);
+    const uint64_t bytes = 2 * StoreChoice::kPauseBytes;
+    CHECK_EQ(write(choice, stores == Stores::Ordinary ? kApart : kShared, bytes, stores), bytes);
+    choice.follow(stores == Stores::Ordinary ? Stores::Streaming : Stores::Ordinary);
     CHECK(choice.next() == stores);
-    CHECK(!choice.measures(kBytes));
     CHECK_EQ(choice.take_finding(), std::string());
   }
-}
-
-void test_small_slots() {
-  StoreChoice choice;
-  CHECK(!choice.measures(StoreChoice::kLeastBytes - kAlignment));
-  CHECK(choice.measures(StoreChoice::kLeastBytes));
 }
 
 void test_names() {
   CHECK(store_choice("ordinary").next() == Stores::Ordinary);
   CHECK(store_choice("streaming").next() == Stores::Streaming);
-  CHECK_EQ(store_choice("auto").measures(kBytes), kHasStreamingStores);
+  StoreChoice choice = store_choice("auto");
+  write(choice, kShared, StoreChoice::kWins * kTrialBytes);
+  CHECK_EQ(choice.take_finding().empty(), !kHasStreamingStores);
   bool refused = false;
   try {
     store_choice("fast");
@@ -121,12 +132,13 @@ void test_names() {
 }  // namespace horovod
 
 int main() {
-  horovod::test_trials();
-  horovod::test_readers();
-  horovod::test_doubt();
-  horovod::test_roots();
+  horovod::test_changes();
+  horovod::test_step_sizes();
+  horovod::test_price();
+  horovod::test_noise();
+  horovod::test_settling();
+  horovod::test_followers();
   horovod::test_fixed();
-  horovod::test_small_slots();
   horovod::test_names();
   std::cout << "stores are chosen by what they cost\n";
 }
