@@ -87,6 +87,14 @@ def test_what_is_wrong_is_refused_in_one_line(launcher, words: list[str], text: 
     assert done.stdout == b""
 
 
+def test_a_full_disk_costs_the_file_but_not_the_table(launcher) -> None:
+    words = ["-np", "1", "--sizes", "4", "--sets", "--seconds", "0.01", "--json", "/dev/full"]
+    done = launcher.run(*words, program=BENCH)
+    assert done.returncode == 1
+    assert b"No space left on device" in done.stderr
+    assert re.search(rb"^4 B ", done.stdout, re.M)
+
+
 def test_a_rank_that_is_killed_ends_it_with_an_error(launcher, wait_until) -> None:
     process = launcher.start(
         "-np", "3", "--sizes", "1M", "--sets", "--seconds", "600", program=BENCH

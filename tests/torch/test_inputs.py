@@ -154,6 +154,7 @@ def test_what_cannot_be_a_view_is_an_error_either_way() -> None:
     cases = {
         "to_dense": torch.ones(2, 2).to_sparse(),
         "dequantize": quantized,
+        "to_padded_tensor": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
         "not supported": torch.ones(2, device="meta"),
         "data type": torch.ones(2).to(torch.float8_e5m2),
     }

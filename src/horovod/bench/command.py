@@ -42,10 +42,11 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
         if done.outcome.code == 0:
             reports = function.results_of(done, len(spec.slots))
             found = report.rows(points, reports)
-            if args.json is not None:
-                args.json.write_text(report.as_json(found, reports), "utf-8")
+            # First what was measured, which a disk that is full by now shall not cost.
             sys.stdout.write(report.table(found, reports) + "\n")
             sys.stdout.flush()
+            if args.json is not None:
+                args.json.write_text(report.as_json(found, reports), "utf-8")
         return done.outcome
 
     return launch.status_of(job)

@@ -64,6 +64,8 @@ def _dtype(tensor: torch.Tensor) -> int:
     require_tensor(tensor)
     if tensor.layout is not torch.strided:
         raise ValueError(f"a {tensor.layout} tensor is not supported: pass tensor.to_dense()")
+    if tensor.is_nested:
+        raise ValueError("a nested tensor is not supported: pass tensor.to_padded_tensor(padding)")
     if tensor.is_quantized:
         raise ValueError("a quantized tensor is not supported: pass tensor.dequantize()")
     if type(tensor).__torch_dispatch__ is not _PLAIN_DISPATCH:
