@@ -238,7 +238,7 @@ MUTATIONS = [
     Mutation(
         "two calls of one name",
         "engine.cc",
-        "if (names_.contains(key)) {",
+        "if (names_.contains({request.set, request.name})) {",
         "if (false) {",
         "engine",
     ),
