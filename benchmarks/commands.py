@@ -55,7 +55,10 @@ def took_s(command: Sequence[str]) -> float:
     if done.returncode != 0:
         said = [line for line in done.stderr.splitlines() if line.strip()][-1:]
         raise CommandFailed(": ".join([f"exit code {done.returncode}", *said]))
-    return float(done.stdout) if done.stdout.strip() else took
+    try:
+        return float(done.stdout) if done.stdout.strip() else took
+    except ValueError as error:
+        raise CommandFailed(f"it printed no number of seconds: {done.stdout[:80]!r}") from error
 
 
 def take(size: int, rounds: int) -> tuple[dict[str, list[float]], dict[str, str]]:

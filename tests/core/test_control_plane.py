@@ -18,7 +18,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests" / "core" / "cpp"
 SOURCES = ["wire", "describe", "agreement", "watch", "coordinator", "order"]
-LAWS = ["wire_test", "cache_test", "agreement_test", "order_test", "membership_test"]
+LAWS = [
+    "wire_test",
+    "call_map_test",
+    "cache_test",
+    "agreement_test",
+    "order_test",
+    "membership_test",
+]
 PROGRAMS = [*LAWS, "core_simulate"]
 
 # Compiling takes half a minute of processor time, once; the tests themselves are short.
