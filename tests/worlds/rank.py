@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib.util
 import os
 import pickle
@@ -39,6 +40,19 @@ def prepare_tensorflow() -> None:
 
 
 PREPARE = {"torch": prepare_torch, "tensorflow": prepare_tensorflow}
+
+
+def prepare(frameworks: list[str]) -> None:
+    """Imports what stays to the end, and so needn't be walked by any collection, nor at the end.
+
+    TensorFlow leaves 365,000 objects; an interpreter that has to look at them ends 1.5 s of CPU
+    time later, and the import itself takes a fifth less time while nothing looks at them.
+    """
+    gc.disable()
+    for framework in frameworks:
+        PREPARE[framework]()
+    gc.freeze()
+    gc.enable()
 
 
 def module(path: str) -> ModuleType:
@@ -77,8 +91,7 @@ def main() -> None:
         signal.SIGUSR1, all_threads=True
     )  # the test process asks after a time-out
     address, key, *frameworks = sys.argv[1:]
-    for framework in frameworks:
-        PREPARE[framework]()
+    prepare(frameworks)
     with Client(address, "AF_UNIX", authkey=bytes.fromhex(key)) as tests:
         basics.init()
         tests.send((basics.rank(), os.getpid()))

@@ -126,13 +126,13 @@ class World:
             pytest.fail(f"{still}{texts}\noutput of the job:\n{output}", pytrace=False)
         return [results[rank] for rank in range(self.size)]
 
-    def dismiss(self) -> None:
-        """Tells the ranks to end in good order."""
+    def stop(self) -> None:
+        """Tells the ranks to end in good order, and waits until they have.
+
+        One world at a time: all of them together would have to share the processors, and the limit.
+        """
         for connection in self._ranks.values():
             connection.send(None)
-
-    def stop(self) -> None:
-        """Waits until the dismissed ranks have ended."""
         try:
             code = self._launcher.wait(STOP_S)
         except subprocess.TimeoutExpired:
@@ -183,7 +183,6 @@ class Worlds:
         if fresh or not all(name.startswith("HOROVOD_") for name in env or {}):
             world = World(size, FLAVOURS[flavour], Path(self._directory.name), env)
             results = world.run(path, function, kwargs)
-            world.dismiss()
             world.stop()
             return results
         return self._world(flavour, size).run(path, function, kwargs, env)
@@ -193,20 +192,16 @@ class Worlds:
         self._worlds = {key: other for key, other in self._worlds.items() if other.alive}
         if world is None or not world.alive:
             while self._worlds and size + sum(n for _, n in self._worlds) > MOST_RANKS:
-                oldest = self._worlds.pop(next(iter(self._worlds)))
-                oldest.dismiss()
-                oldest.stop()
+                self._worlds.pop(next(iter(self._worlds))).stop()
             world = World(size, FLAVOURS[flavour], Path(self._directory.name))
         self._worlds[flavour, size] = world  # the last one, as the one used last
         return world
 
     def close(self) -> None:
         """Ends all worlds in good order."""
-        alive = [world for world in self._worlds.values() if world.alive]
-        for world in alive:
-            world.dismiss()
-        for world in alive:
-            world.stop()
+        for world in self._worlds.values():
+            if world.alive:
+                world.stop()
         self._directory.cleanup()
 
 
