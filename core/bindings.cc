@@ -13,8 +13,10 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <unordered_map>
 
+#include "bindings_calls.h"
 #include "bindings_dlpack.h"
 #include "door.h"
 #include "engine.h"
@@ -30,7 +32,6 @@ namespace horovod {
 namespace {
 
 using Address = uint64_t;
-using NdArray = nb::ndarray<nb::array_api>;
 
 std::byte* pointer(Address a) { return reinterpret_cast<std::byte*>(a); }
 
@@ -54,65 +55,6 @@ ReduceOp op_of(int code) { return checked_enum<ReduceOp>(code, kReduceOps.size()
 OpKind kind_of(int code) {
   return checked_enum<OpKind>(code, static_cast<size_t>(OpKind::AddSet), "operation");
 }
-
-NdArray to_array(const Output& output) {
-  nb::capsule owner(new std::shared_ptr<std::byte>(output.data),
-                    [](void* p) noexcept { delete static_cast<std::shared_ptr<std::byte>*>(p); });
-  std::vector<size_t> shape(output.shape.begin(), output.shape.end());
-  return NdArray(output.data.get(), shape.size(), shape.data(), owner, nullptr,
-                 dlpack_of(output.dtype), nb::device::cpu::value);
-}
-
-// What take() gives back; what a caller doesn't ask for costs nothing.
-class Result {
- public:
-  explicit Result(LocalCallPtr call) : call_(std::move(call)) {}
-  int kind() const { return static_cast<int>(call_->status.kind); }
-  const std::string& text() const { return call_->status.text; }
-  int32_t rank() const { return call_->status.rank; }
-  int64_t value() const { return call_->value; }
-
-  // That the core allocated, for the tensor at this place in the call.
-  NdArray output(size_t place) const {
-    std::optional<NdArray> found;
-    each([&](const Tensor&, const Output* output) {
-      if (place-- == 0 && output) found = to_array(*output);
-    });
-    if (!found) throw Error(ErrorKind::InvalidArgument, "the core allocated no such output");
-    return std::move(*found);
-  }
-  std::vector<std::optional<NdArray>> outputs() const {
-    std::vector<std::optional<NdArray>> outputs;
-    each([&](const Tensor&, const Output* output) {
-      outputs.push_back(output ? std::optional(to_array(*output)) : std::nullopt);
-    });
-    return outputs;
-  }
-  std::vector<Shape> shapes() const {
-    std::vector<Shape> shapes;
-    each([&](const Tensor& t, const Output* output) {
-      shapes.push_back(output ? output->shape : t.shape);
-    });
-    return shapes;
-  }
-  std::optional<std::vector<int64_t>> splits() const {
-    if (!call_->status.ok() || call_->kind != OpKind::Alltoall) return std::nullopt;
-    return call_->received_splits;
-  }
-
- private:
-  // With the output that the core allocated, null where it is the caller's own.
-  template <typename Visit>
-  void each(Visit&& visit) const {
-    if (!call_->status.ok()) return;
-    size_t allocated = 0;
-    for (const Tensor& t : call_->tensors) {
-      visit(t, t.out == nullptr ? &call_->outputs.at(allocated++) : nullptr);
-    }
-  }
-
-  LocalCallPtr call_;
-};
 
 // Numbers by key, with what is missing or unknown refused: a typing error must not become a
 // default.
@@ -251,7 +193,7 @@ class PyEngine {
   int64_t submit(int kind, std::string name, uint32_t set, std::vector<Tensor> tensors, int op,
                  double prescale, double postscale, int32_t root,
                  std::optional<std::vector<int64_t>> splits, bool unnamed, nb::object keep,
-                 uint32_t site) {
+                 uint32_t site, nb::object finish) {
     auto call = std::make_shared<LocalCall>();
     call->kind = kind_of(kind);
     call->op = op_of(op);
@@ -264,10 +206,50 @@ class PyEngine {
     call->request.set = set;
     call->request.name = std::move(name);
     call->request.unnamed = unnamed;
-    const int64_t handle = engine_->submit(std::move(call), site);
+    PyCall ours;
+    ours.keep = std::move(keep);
+    ours.finish = std::move(finish);
+    return add(std::move(call), site, std::move(ours));
+  }
+
+  // As submit, of what `form` can read: a tensor, or a list of them for a grouped call. Without a
+  // name the call gets the next number. If a tensor or the name can't be read nothing happens, and
+  // there is no handle.
+  std::optional<int64_t> start(const Form& form, int kind, nb::str prefix, nb::object name,
+                               bool unnamed, uint32_t set, bool grouped, nb::object tensors, int op,
+                               double prescale, double postscale, int32_t root, uint32_t site) {
+    auto call = std::make_shared<LocalCall>();
+    PyCall ours;
+    if (!form.read(grouped, tensors, call->tensors, ours)) return std::nullopt;
+    std::string& full = call->request.name;
+    full = *text_of(prefix);
+    full += '.';
+    if (name.is_none()) {
+      unnamed = true;
+      full += "noname." + std::to_string(next_number(set, nb::cast<std::string>(prefix)));
+    } else {
+      const auto given = text_of(name);
+      if (!given) return std::nullopt;
+      full += *given;
+    }
+    call->kind = kind_of(kind);
+    call->op = op_of(op);
+    call->root = root;
+    call->prescale = prescale;
+    call->postscale = postscale;
+    call->request.set = set;
+    call->request.unnamed = unnamed;
+    return add(std::move(call), site, std::move(ours));
+  }
+
+  // Numbers of unnamed calls, from 1 in each sequence.
+  uint64_t next_number(uint32_t set, std::string prefix) {
     const nb::ft_lock_guard lock(mutex_);
-    keep_.emplace(handle, std::move(keep));
-    return handle;
+    return ++numbers_[{set, std::move(prefix)}];
+  }
+  void renumber() {
+    const nb::ft_lock_guard lock(mutex_);
+    numbers_.clear();
   }
 
   int64_t change_sets(OpKind kind, std::vector<int32_t> ranks, int32_t uid, uint32_t site) {
@@ -277,7 +259,7 @@ class PyEngine {
     call->request.unnamed = true;
     call->request.root = uid;
     call->request.ranks = std::move(ranks);
-    return engine_->submit(std::move(call), site);
+    return add(std::move(call), site, {});
   }
 
   void reject_process_set(std::string text) {
@@ -306,15 +288,38 @@ class PyEngine {
 
   Result take(int64_t handle) {
     auto call = engine_->take(handle);
-    nb::object kept;  // dropped after the lock
+    const PyCall kept = extract(handle);  // dropped after the lock
+    return Result(std::move(call));
+  }
+
+  // Waits for a call and gives what it came to, once; None for what is no handle, or no longer.
+  nb::object finish(nb::handle number) {
+    const int64_t handle = PyLong_Check(number.ptr()) ? PyLong_AsLongLong(number.ptr()) : -1;
+    PyErr_Clear();  // a number beyond every handle's
+    LocalCallPtr call;
     {
       const nb::ft_lock_guard lock(mutex_);
-      if (const auto it = keep_.find(handle); it != keep_.end()) {
-        kept = std::move(it->second);
-        keep_.erase(it);
-      }
+      if (const auto it = calls_.find(handle); it != calls_.end()) call = it->second.call;
     }
-    return Result(std::move(call));
+    if (call == nullptr) return nb::none();
+    try {
+      if (!call->done.load(std::memory_order_acquire)) wait(handle, kForEver);
+      PyCall ours = extract(handle);
+      if (ours.call == nullptr) return nb::none();  // another thread was faster
+      engine_->take(handle);
+      if (call->status.ok()) return std::move(ours).outcome();
+    } catch (const Error& error) {
+      if (error.status().kind == ErrorKind::InvalidArgument) return nb::none();  // the same
+      throw CallError{error.status(), call->request.name};
+    }
+    throw CallError{call->status, call->request.name};
+  }
+
+  std::map<int64_t, std::string> calls() {
+    const nb::ft_lock_guard lock(mutex_);
+    std::map<int64_t, std::string> names;
+    for (const auto& [handle, ours] : calls_) names.emplace(handle, ours.call->request.name);
+    return names;
   }
 
   void shutdown(const std::string& reason, double timeout_s) {
@@ -344,11 +349,27 @@ class PyEngine {
     return std::string(info(kind).name) + ".noname." + std::to_string(set_calls_++);
   }
 
+  int64_t add(LocalCallPtr call, uint32_t site, PyCall ours) {
+    ours.call = call;
+    const int64_t handle = engine_->submit(std::move(call), site);
+    const nb::ft_lock_guard lock(mutex_);
+    calls_.emplace(handle, std::move(ours));
+    return handle;
+  }
+
+  PyCall extract(int64_t handle) {
+    const nb::ft_lock_guard lock(mutex_);
+    auto node = calls_.extract(handle);
+    return node.empty() ? PyCall{} : std::move(node.mapped());
+  }
+
   static constexpr Duration kSignalSlice = std::chrono::milliseconds(100);
+  static constexpr double kForEver = std::numeric_limits<double>::infinity();
 
   std::shared_ptr<Engine> engine_;
-  nb::ft_mutex mutex_;  // of keep_; nothing where there is a GIL
-  std::unordered_map<int64_t, nb::object> keep_;
+  nb::ft_mutex mutex_;                         // of what follows; nothing where there is a GIL
+  std::unordered_map<int64_t, PyCall> calls_;  // by handle, until it is taken
+  std::map<std::pair<uint32_t, std::string>, uint64_t> numbers_;
   std::atomic<uint64_t> set_calls_{0};
 };
 
@@ -449,20 +470,33 @@ void bind_engine(nb::module_& m) {
           [](Tensor* self, Address input, Address output, int dtype, Shape shape) {
             new (self) Tensor{pointer(input), pointer(output), dtype_of(dtype), std::move(shape)};
           },
-          "input"_a, "output"_a, "dtype"_a, "shape"_a)
-      .def_static("of", &host_tensor, "tensor"_a, "in_place"_a,
-                  "Of a tensor whose type has DLPack's C exchange API; None unless it lies in host "
-                  "memory in row-major order.")
-      .def_prop_rw(
-          "output", [](const Tensor& t) { return reinterpret_cast<Address>(t.out); },
-          [](Tensor& t, Address output) { t.out = pointer(output); });
+          "input"_a, "output"_a, "dtype"_a, "shape"_a);
+
+  nb::class_<Form>(
+      m, "Form",
+      "How the tensors of a call are read if their types have DLPack's C exchange API, "
+      "and how its result is made. See core/bindings_calls.h.")
+      .def(nb::init<nb::iterable, nb::object, nb::object, bool, nb::object, nb::object,
+                    nb::object>(),
+           "types"_a, "hidden"_a, "memory"_a, "in_place"_a, "allocate"_a.none(), "one"_a.none(),
+           "group"_a.none());
 
   nb::class_<PyEngine>(m, "Engine", "One rank's engine. See core/engine.h.")
       .def(nb::init<int32_t, int32_t, std::vector<std::string>, nb::dict, nb::dict, nb::dict>(),
            "rank"_a, "size"_a, "names"_a, "local"_a, "plan"_a, "options"_a)
       .def("submit", &PyEngine::submit, "kind"_a, "name"_a, "process_set"_a, "tensors"_a,
            "reduce_op"_a, "prescale"_a, "postscale"_a, "root"_a, "splits"_a.none(), "unnamed"_a,
-           "keep"_a.none(), "site"_a = 0)
+           "keep"_a.none(), "site"_a = 0, "finish"_a = nb::none())
+      .def("start", &PyEngine::start, "form"_a, "kind"_a, "prefix"_a, "name"_a.none(), "unnamed"_a,
+           "process_set"_a, "grouped"_a, "tensors"_a, "reduce_op"_a, "prescale"_a, "postscale"_a,
+           "root"_a, "site"_a,
+           "As submit, of what the form can read; else None, and nothing has happened.")
+      .def("next_number", &PyEngine::next_number, "process_set"_a, "prefix"_a,
+           "Of the next unnamed call.")
+      .def("renumber", &PyEngine::renumber, "Starts those numbers again.")
+      .def("finish", &PyEngine::finish, "handle"_a.none(),
+           "Waits for a call and gives its result, once; then and for what is no handle, None.")
+      .def("calls", &PyEngine::calls, "Names of what was not taken yet, by handle.")
       .def(
           "add_site",
           [](PyEngine& e, std::string text) { return e.engine().add_site(std::move(text)); },
@@ -524,13 +558,19 @@ NB_MODULE(_core, m) {
   nb::set_leak_warnings(false);
 
   PyObject* failure = PyErr_NewExceptionWithDoc(
-      "horovod._core.Failure", "The engine's own error; args are (kind, text, rank).",
+      "horovod._core.Failure",
+      "The engine's own error; args are (kind, text, rank), and the name of the call if it ended "
+      "that.",
       PyExc_RuntimeError, nullptr);
   m.attr("Failure") = nb::steal(failure).inc_ref();  // one reference is the translator's, for ever
   nb::register_exception_translator(
       [](const std::exception_ptr& p, void* type) {
         try {
           std::rethrow_exception(p);
+        } catch (const CallError& e) {
+          const Status& s = e.status;
+          const nb::object args = nb::make_tuple(static_cast<int>(s.kind), s.text, s.rank, e.name);
+          PyErr_SetObject(static_cast<PyObject*>(type), args.ptr());
         } catch (const Error& e) {
           const Status& s = e.status();
           if (s.kind == ErrorKind::InvalidArgument) {

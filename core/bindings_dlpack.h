@@ -47,10 +47,9 @@ struct ExchangeApi {
   int (*describe)(void* tensor, nanobind::dlpack::dltensor* out);  // may be null
 };
 
-// What the object's type offers; null if nothing that can be used.
-inline const ExchangeApi* exchange_api(nanobind::handle tensor) {
-  PyObject* attribute = PyObject_GetAttrString(reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr())),
-                                               "__dlpack_c_exchange_api__");
+// What a type offers; null if nothing that can be used.
+inline const ExchangeApi* exchange_api(nanobind::handle type) {
+  PyObject* attribute = PyObject_GetAttrString(type.ptr(), "__dlpack_c_exchange_api__");
   if (attribute == nullptr) {
     PyErr_Clear();
     return nullptr;
@@ -74,28 +73,29 @@ inline bool row_major(const nanobind::dlpack::dltensor& t) {
   return matches;
 }
 
-// A tensor that lies in this host's memory in row-major order, as its own output or with none.
-// Nothing for any other, and for complex numbers, which may be conjugates of what lies there.
-inline std::optional<Tensor> host_tensor(nanobind::handle object, bool in_place) {
-  const ExchangeApi* api = exchange_api(object);
-  if (api == nullptr) return std::nullopt;
-  nanobind::dlpack::dltensor t;
-  if (api->describe(object.ptr(), &t) != 0) {
-    PyErr_Clear();  // a tensor without memory or of a type that DLPack doesn't know
-    return std::nullopt;
-  }
-  if (t.device.device_type != nanobind::device::cpu::value || !row_major(t)) return std::nullopt;
+inline std::optional<DType> dtype_of(nanobind::dlpack::dtype type) {
   for (size_t i = 0; i < kDTypes.size(); ++i) {
     const auto dtype = static_cast<DType>(i);
-    if (info(dtype).kind != DTypeClass::Complex && dlpack_of(dtype) == t.dtype) {
-      std::byte* data = static_cast<std::byte*>(t.data) + t.byte_offset;
-      return Tensor{.in = data,
-                    .out = in_place ? data : nullptr,
-                    .dtype = dtype,
-                    .shape = Shape(t.shape, t.shape + t.ndim)};
-    }
+    if (dlpack_of(dtype) == type) return dtype;
   }
   return std::nullopt;
+}
+
+// Reads a tensor that lies in this host's memory in row-major order, as one without output. False
+// for any other, and for complex numbers, which may be conjugates of what lies there.
+inline bool host_tensor(const ExchangeApi& api, nanobind::handle object, Tensor& out) {
+  nanobind::dlpack::dltensor t;
+  if (api.describe(object.ptr(), &t) != 0) {
+    PyErr_Clear();  // a tensor without memory or of a type that DLPack doesn't know
+    return false;
+  }
+  if (t.device.device_type != nanobind::device::cpu::value || !row_major(t)) return false;
+  const auto dtype = dtype_of(t.dtype);
+  if (!dtype || info(*dtype).kind == DTypeClass::Complex) return false;
+  out.in = static_cast<std::byte*>(t.data) + t.byte_offset;
+  out.dtype = *dtype;
+  out.shape.assign(t.shape, t.shape + t.ndim);
+  return true;
 }
 
 }  // namespace horovod

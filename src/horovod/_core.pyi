@@ -1,11 +1,13 @@
 """The core of horovod: engine, transports and kernels."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
 class Failure(RuntimeError):
-    """The engine's own error; args are (kind, text, rank)."""
+    """
+    The engine's own error; args are (kind, text, rank), and the name of the call if it ended that.
+    """
 
 class Result:
     """What a finished call gives back; kind 0 is success."""
@@ -39,24 +41,38 @@ class View:
 
     def __init__(self, input: int, output: int, dtype: int, shape: Sequence[int]) -> None: ...
 
-    @staticmethod
-    def of(tensor: object, in_place: bool) -> View | None:
-        """
-        Of a tensor whose type has DLPack's C exchange API; None unless it lies in host memory in row-major order.
-        """
+class Form:
+    """
+    How the tensors of a call are read if their types have DLPack's C exchange API, and how its result is made. See core/bindings_calls.h.
+    """
 
-    @property
-    def output(self) -> int: ...
-
-    @output.setter
-    def output(self, arg: int, /) -> None: ...
+    def __init__(self, types: Iterable, hidden: object, memory: object, in_place: bool, allocate: object | None, one: object | None, group: object | None) -> None: ...
 
 class Engine:
     """One rank's engine. See core/engine.h."""
 
     def __init__(self, rank: int, size: int, names: Sequence[str], local: dict, plan: dict, options: dict) -> None: ...
 
-    def submit(self, kind: int, name: str, process_set: int, tensors: Sequence[View], reduce_op: int, prescale: float, postscale: float, root: int, splits: Sequence[int] | None, unnamed: bool, keep: object | None, site: int = 0) -> int: ...
+    def submit(self, kind: int, name: str, process_set: int, tensors: Sequence[View], reduce_op: int, prescale: float, postscale: float, root: int, splits: Sequence[int] | None, unnamed: bool, keep: object | None, site: int = 0, finish: object | None = None) -> int: ...
+
+    def start(self, form: Form, kind: int, prefix: str, name: object | None, unnamed: bool, process_set: int, grouped: bool, tensors: object, reduce_op: int, prescale: float, postscale: float, root: int, site: int) -> int | None:
+        """
+        As submit, of what the form can read; else None, and nothing has happened.
+        """
+
+    def next_number(self, process_set: int, prefix: str) -> int:
+        """Of the next unnamed call."""
+
+    def renumber(self) -> None:
+        """Starts those numbers again."""
+
+    def finish(self, handle: object | None) -> object:
+        """
+        Waits for a call and gives its result, once; then and for what is no handle, None.
+        """
+
+    def calls(self) -> dict[int, str]:
+        """Names of what was not taken yet, by handle."""
 
     def add_site(self, text: str) -> int: ...
 

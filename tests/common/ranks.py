@@ -15,12 +15,7 @@ from horovod.common import basics, process_sets
 from horovod.common.exceptions import *
 
 def run(engine, handle):
-    while not engine.wait(handle, 0.1):
-        pass
-    result = engine.take(handle)
-    if result.kind:
-        raise basics.exception(result.kind, result.text, result.rank, "test")
-    return result
+    return basics.finish(engine, handle, "test")
 
 def barrier(name="b", process_set=0):
     engine = basics.engine()
@@ -29,7 +24,7 @@ def barrier(name="b", process_set=0):
             5, "barrier." + name, process_set, [], 1, 1.0, 1.0, -1, None, False, None
         )
     except basics.Failure as failure:
-        raise basics.exception(*failure.args, "test") from None
+        raise basics.translated(failure, "test") from None
     return run(engine, handle)
 
 def allreduce(value, name="a", process_set=0):
@@ -43,7 +38,7 @@ def allreduce(value, name="a", process_set=0):
             1, 1.0, 1.0, -1, None, False, data,
         )
     except basics.Failure as failure:
-        raise basics.exception(*failure.args, "test") from None
+        raise basics.translated(failure, "test") from None
     run(engine, handle)
     return data[0]
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +14,11 @@ from horovod.common.process_sets import global_process_set
 
 
 class FakeEngine:
-    """Gives each call the next ticket; `results` decides what they come to, `errors` what fails."""
+    """Gives each call the next handle; `results` decides what it comes to, `error` what fails."""
 
     def __init__(self) -> None:
-        self.tickets = 0
+        self.handles = 0
+        self.finishes: dict[int, Callable[[object], object]] = {}
         self.done = threading.Event()
         self.waited_for = threading.Event()
         self.results: dict[int, SimpleNamespace] = {}
@@ -26,15 +28,20 @@ class FakeEngine:
     def submit(self, *arguments: object) -> int:
         if self.error is not None:
             raise self.error
-        self.tickets += 1
-        return self.tickets
+        self.handles += 1
+        finish = arguments[-1]
+        self.finishes[self.handles] = finish if callable(finish) else lambda result: result
+        return self.handles
+
+    def start(self, *arguments: object) -> None:
+        """It can read no tensor."""
 
     def reject(self, kind: int, name: str, process_set: int, text: str) -> None:
         name.encode(), text.encode()
         self.rejected.append((name, text))
 
     def remove_process_set(self, number: int, site: int) -> int:
-        return self.submit()
+        return self.submit(None)
 
     def process_sets(self) -> dict[int, list[int]]:
         return {0: [0, 1], 3: [1]}
@@ -42,15 +49,15 @@ class FakeEngine:
     def add_site(self, text: str) -> int:
         return 1
 
-    def wait(self, ticket: int, timeout_s: float) -> bool:
+    def finish(self, handle: int) -> object:
         self.waited_for.set()
-        return self.done.wait(0.01)
-
-    def take(self, ticket: int) -> SimpleNamespace:
-        try:
-            return self.results.pop(ticket)
-        except KeyError:
-            raise ValueError(f"no handle {ticket}") from None
+        assert self.done.wait(5)
+        if handle not in self.results:
+            return None
+        result = self.results.pop(handle)
+        if result.kind:
+            raise basics.Failure(result.kind, result.text, result.rank, "allreduce.x")
+        return self.finishes[handle](result)
 
 
 def result(kind: int = 0, text: str = "", value: int = 0) -> SimpleNamespace:
@@ -162,10 +169,10 @@ def test_a_failed_call_is_told_also_if_another_thread_ends_the_world(start):
 
 def test_an_error_has_no_host_if_another_thread_ends_the_world(start, monkeypatch):
     start(FakeEngine())
-    assert basics.exception(3, "lost", 1, "x").host == "there"
+    assert basics.translated(basics.Failure(3, "lost", 1), "x").host == "there"
     monkeypatch.setattr(basics, "is_initialized", lambda: True)  # what was true a moment ago
     start(None)
-    assert basics.exception(3, "lost", 1, "x").host is None
+    assert basics.translated(basics.Failure(3, "lost", 1), "x").host is None
 
 
 @pytest.mark.parametrize(
@@ -182,13 +189,14 @@ def test_an_error_has_no_host_if_another_thread_ends_the_world(start, monkeypatc
     ],
 )
 def test_what_was_submitted_is_cut_out_whatever_the_name(op, shown, submitted):
-    error = basics.exception(2, f"[horovod 0/2] {shown}: {submitted or 'something'}", -1, op)
+    text = f"[horovod 0/2] {shown}: {submitted or 'something'}"
+    error = basics.translated(basics.Failure(2, text, -1), op)
     assert isinstance(error, MismatchError)
     assert error.submitted == submitted
 
 
 def test_a_library_that_is_missing_is_an_import_error():
-    error = basics.exception(6, "this CPU has no avx512", -1, "init")
+    error = basics.translated(basics.Failure(6, "this CPU has no avx512", -1), "init")
     assert type(error) is ImportError and str(error) == "this CPU has no avx512"
 
 

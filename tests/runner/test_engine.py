@@ -18,17 +18,12 @@ from horovod.common import basics
 def allreduce(name):
     data = array.array("d", [1.0])
     address, engine = data.buffer_info()[0], basics.engine()
-    handle = None
     try:
         handle = engine.submit(0, "allreduce." + name, 0, [basics.View(address, address, 8, (1,))],
                                1, 1.0, 1.0, -1, None, False, data)
     except basics.Failure as failure:
-        raise basics.exception(*failure.args, name) from None
-    while not engine.wait(handle, 0.1):
-        pass
-    result = engine.take(handle)
-    if result.kind:
-        raise basics.exception(result.kind, result.text, result.rank, name)
+        raise basics.translated(failure, name) from None
+    basics.finish(engine, handle, name)
     return data[0]
 
 def work(how):

@@ -249,7 +249,7 @@ def test_gradients_of_allgather_take_no_numbers_of_unnamed_allgathers() -> None:
 
     def number() -> int:
         handle = hvd.allgather_async(x.detach())
-        name = pending_calls[handle].name
+        name = pending_calls[handle]
         hvd.synchronize(handle)
         return int(name.removeprefix("allgather.noname."))
 

@@ -119,7 +119,7 @@ class Limit:
         except basics.Failure as failure:
             error, text, local_rank = failure.args
             rank = self.ranks[local_rank] if local_rank >= 0 else -1
-            raise basics.exception(error, text, rank, "bench.limit") from None
+            raise basics.translated(basics.Failure(error, text, rank), "bench.limit") from None
 
 
 def _memory(size_bytes: int) -> int:

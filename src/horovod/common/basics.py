@@ -49,6 +49,7 @@ from horovod.common.store import StoreClient, StoreError, read_key
 
 __all__ = [
     "Failure",
+    "Form",
     "View",
     "ccl_built",
     "cross_rank",
@@ -56,7 +57,7 @@ __all__ = [
     "cuda_built",
     "ddl_built",
     "engine",
-    "exception",
+    "finish",
     "gloo_built",
     "gloo_enabled",
     "host_of",
@@ -71,17 +72,16 @@ __all__ = [
     "mpi_threads_supported",
     "nccl_built",
     "rank",
-    "result_of",
     "rocm_built",
     "shutdown",
     "size",
     "start_timeline",
     "stop_timeline",
-    "take",
     "translated",
 ]
 
 Failure = _core.Failure
+Form: TypeAlias = _core.Form
 View: TypeAlias = _core.View
 
 # A rank's chunk of a segment: small enough that all slots stay in a cache, large enough that ranks
@@ -93,7 +93,6 @@ _SETS_OF_A_RUN = 1 << 16  # numbers of process sets from those of one init() to 
 _RUNS = 1 << 14  # then they start again
 _LAST_WORDS_S = 0.5  # the same when leaving because of an exception
 _REPORT_S = 2.0  # the most that a report to the launcher may take
-_WAIT_S = 1.0  # the engine comes back sooner for signals; this only bounds a single call into it
 
 
 class Registrar(Protocol):
@@ -380,61 +379,41 @@ def _make_engine(settings: Settings, wires: wiring.Wires) -> Any:
         raise translated(failure, "init") from failure
 
 
-def exception(kind: int, text: str, rank: int, op: str) -> Exception:
-    """The Python exception for an error of the core. Any thread may ask, also amid a shutdown.
-
-    Args:
-        kind: the core's ErrorKind.
-        text: what happened, in words.
-        rank: who is to blame, -1 if nobody is.
-        op: the full name of the operation.
-    """
-    world = _runtime.world  # read once: another thread may be ending it
-    return kinds.exception(kind, text, rank, None if world is None else world.host_of(rank), op)
-
-
 def reason(error: BaseException) -> str:
     """What the other ranks are told of a call that failed here before the engine had it."""
     return f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace").decode()
 
 
-def translated(failure: _core.Failure, op: str) -> Exception:
-    """The Python exception for what a call of the engine raised."""
-    kind, text, rank = failure.args
-    return exception(kind, text, rank, op)
+def translated(failure: _core.Failure, op: str = "") -> Exception:
+    """The Python exception for what a call of the engine raised.
+
+    Any thread may ask, also amid a shutdown.
+
+    Args:
+        failure: what was raised.
+        op: what to call the operation; its full name, which the failure then knows, if empty.
+    """
+    kind, text, rank, *named = failure.args
+    world = _runtime.world  # read once: another thread may be ending it
+    host = None if world is None else world.host_of(rank)
+    return kinds.exception(kind, text, rank, host, op or "".join(named))
 
 
-def take(engine: Any, ticket: int, op: str) -> Any | None:
-    """Waits for one of the engine's calls and takes its result.
+def finish(engine: Any, handle: int, op: str = "") -> Any:
+    """Waits for one of the engine's calls and gives what it came to, once; None afterwards.
 
     Args:
         engine: the engine that the call was given to, which may have been shut down since.
-        ticket: the engine's handle.
-        op: the full name of the operation.
-
-    Returns:
-        The core's result, of a call that may have failed; None if another thread has taken it.
-    """
-    try:
-        while not engine.wait(ticket, _WAIT_S):
-            pass
-        return engine.take(ticket)
-    except Failure as failure:
-        raise translated(failure, op) from None
-    except ValueError:  # a result is given once
-        return None
-
-
-def result_of(engine: Any, ticket: int, op: str) -> Any | None:
-    """As `take`, of a call that has succeeded.
+        handle: the engine's own.
+        op: see `translated`, as for the errors.
 
     Raises:
-        HorovodInternalError: the call failed; other kinds of error as :func:`exception` says.
+        HorovodInternalError: the call failed, or the engine can't be waited for.
     """
-    result = take(engine, ticket, op)
-    if result is not None and result.kind:
-        raise exception(result.kind, result.text, result.rank, op)
-    return result
+    try:
+        return engine.finish(handle)
+    except Failure as failure:
+        raise translated(failure, op) from None
 
 
 def label() -> str:

@@ -7,14 +7,13 @@ of them waits for a call that never comes.
 
 from __future__ import annotations
 
-import itertools
 import operator
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -62,6 +61,10 @@ class Op:
     reductions: frozenset[ReduceOp] | None = None
     """What it can reduce with, if that is less than the engine could."""
 
+    def prefix(self, grouped: bool) -> str:
+        """What the names of its calls begin with, before a dot."""
+        return _GROUPED[self.name] if grouped else self.name
+
 
 ALLREDUCE = Op(0, "allreduce")
 ALLGATHER = Op(1, "allgather")
@@ -72,11 +75,17 @@ BARRIER = Op(5, "barrier")
 JOIN = Op(6, "join")
 
 
+_GROUPED = {
+    op.name: f"grouped_{op.name}"
+    for op in (ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER, BARRIER, JOIN)
+}
 _FIRST_ROOT, _LAST_ROOT = -(1 << 31), (1 << 31) - 1  # what the engine can read
 
 
 View: TypeAlias = basics.View
 """A row-major tensor as the engine sees it; ``output`` 0: the engine allocates it."""
+Form: TypeAlias = basics.Form
+"""How the engine itself reads an adapter's tensors, and makes the result of a call on them."""
 
 
 def reduce_op(op: int | None, average: bool | None) -> ReduceOp:
@@ -134,53 +143,125 @@ def reject(op: Op, name: str, process_set: int, error: BaseException) -> None:
 
 
 class _Calls:
-    """Handles and call numbers of one run of the engine; both start again with the next run."""
+    """The engine that has the calls in flight: the running one, or the last until the next runs.
+
+    Handles are the engine's own, and their numbers start again with the next one.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.engine: Any = None
         self.runs = 0
-        self.pending: dict[int, Call] = {}
-        self.restart(None)
-
-    def restart(self, engine: Any) -> None:
-        self.engine = engine
-        self.runs += 1
-        self.handles = itertools.count(1)
-        self.pending.clear()
-        self.unnamed: dict[tuple[int, str], itertools.count[int]] = {}
-        self.sites = Sites(engine.add_site if engine is not None else lambda text: 0)
+        self.sites = Sites(lambda text: 0)
 
     def enter(self, engine: Any) -> None:
-        if self.engine is not engine:
-            with self.lock:
-                if self.engine is not engine:
-                    self.restart(engine)
-
-    def number(self, process_set: int, prefix: str) -> int:
         with self.lock:
-            return next(self.unnamed.setdefault((process_set, prefix), itertools.count(1)))
-
-    def renumber(self) -> None:
-        with self.lock:
-            self.unnamed.clear()
-
-    def add(self, call: Call) -> int:
-        with self.lock:
-            handle = next(self.handles)
-            self.pending[handle] = call
-            return handle
-
-    def drop(self, handle: int, call: Call) -> None:
-        """Frees the handle, unless another engine runs by now whose call has the same one."""
-        with self.lock:
-            if self.pending.get(handle) is call:
-                del self.pending[handle]
+            if self.engine is not engine:
+                self.sites = Sites(engine.add_site)
+                self.engine = engine
+                self.runs += 1
 
 
 _calls = _Calls()
-pending_calls = _calls.pending
-"""What is in flight, by handle; for looking at."""
+
+
+def _engine() -> Any:
+    """The running engine, which has the calls in flight from now on."""
+    engine = basics.engine()
+    if _calls.engine is not engine:
+        _calls.enter(engine)
+    return engine
+
+
+class _Pending(Mapping[int, str]):
+    """The full names of the calls in flight, by handle; for looking at."""
+
+    def __getitem__(self, handle: int) -> str:
+        return self._names()[handle]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._names())
+
+    def __len__(self) -> int:
+        return len(self._names())
+
+    def _names(self) -> dict[int, str]:
+        engine = _calls.engine
+        return {} if engine is None else dict(engine.calls())
+
+
+pending_calls = _Pending()
+
+
+def start(
+    form: Form,
+    op: Op,
+    tensors: Any,
+    name: str | None,
+    process_set: ProcessSet,
+    grouped: bool,
+    reduce_op: ReduceOp = ReduceOp.Sum,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    root: int = -1,
+) -> int | None:
+    """Submits a call in one step of the engine, if nothing about it is unusual; does not wait.
+
+    Args:
+        form: how to read the tensors.
+        op: the row of the table, of an operation that has no further arguments.
+        tensors: one, or a list of them.
+        name: the user's name, None for the next number of the (process set, operation).
+        process_set: who takes part; this rank must.
+        grouped: there is a list of tensors.
+        reduce_op: for operations that reduce.
+        prescale: factor on each rank's term.
+        postscale: factor on the result.
+        root: global rank, for operations that have a root.
+
+    Returns:
+        The handle. None if the engine can't read an argument: then nothing has happened, and a
+        `Call` can be made, which says what is wrong if anything is.
+
+    Raises:
+        ValueError: an argument is wrong, or the name is in flight already.
+        HorovodInternalError: the engine isn't running.
+    """
+    engine = _engine()
+    number = _set_id(process_set, op.name, name)
+    if op.reductions is not None and reduce_op not in op.reductions:
+        return None
+    prefix = op.prefix(grouped)
+    site = _calls.sites.here()
+    try:
+        handle: int | None = engine.start(
+            form,
+            op.kind,
+            prefix,
+            name,
+            False,
+            number,
+            grouped,
+            tensors,
+            reduce_op,
+            prescale,
+            postscale,
+            root,
+            site,
+        )
+    except basics.Failure as failure:
+        raise basics.translated(failure, f"{prefix}.{name}") from None
+    except (TypeError, MemoryError):  # before the engine had it: a Call tells the other ranks
+        return None
+    return handle
+
+
+class _At(Enum):
+    """Who has a call."""
+
+    ADAPTER = 0
+    DOOR = 1  # the engine looks at it
+    ENGINE = 2
 
 
 class Call:
@@ -201,22 +282,16 @@ class Call:
     """
 
     __slots__ = (
-        "_handed_over",
+        "_at",
         "_set",
+        "_start",
         "engine",
-        "finish",
         "grouped",
         "name",
         "op",
         "process_set",
-        "ticket",
         "unnamed",
     )
-
-    finish: Callable[[Any], Any]
-    """Makes the user's result from the engine's."""
-    ticket: int
-    """The engine's own handle."""
 
     def __init__(
         self, op: Op, name: str | None, process_set: ProcessSet, *, grouped: bool = False
@@ -225,18 +300,19 @@ class Call:
         self.op = op
         self.process_set = process_set
         self.grouped = grouped
-        self.engine = basics.engine()
-        if _calls.engine is not self.engine:
-            _calls.enter(self.engine)
+        self.engine = _engine()
         self._set = _set_id(process_set, op.name, name)
-        self._handed_over = False
+        self._at = _At.ADAPTER
+        # Bound here: in a frame that torch.compile traces, the method would lose its engine.
+        self._start = self.engine.start
         self.unnamed = name is None
-        prefix = f"grouped_{op.name}" if grouped else op.name
+        prefix = op.prefix(grouped)
         if name is not None and not _is_text(name):  # nor can another rank have called it so
             raise ValueError(f"{basics.label()} {op.name}: the name {name!r} is no valid text")
         if name is None:
-            number = _calls.number(self._set, prefix) if op.kind < BARRIER.kind else None
-            name = "noname" if number is None else f"noname.{number}"
+            name = "noname"
+            if op.kind < BARRIER.kind:
+                name += f".{self.engine.next_number(self._set, prefix)}"
         self.name = f"{prefix}.{name}"
 
     def __enter__(self) -> Call:
@@ -250,12 +326,56 @@ class Call:
         traceback: TracebackType | None,
     ) -> None:
         """Tells the other ranks if the call failed here, and the caller which call it was."""
-        if error is None or self._handed_over:
+        if error is None or self._at is _At.ENGINE:
+            return
+        if self._at is _At.DOOR and isinstance(error, basics.Failure):
+            # Nobody waits for a call that the engine's own end ended.
+            raise basics.translated(error, self.name) from None
+        if self._at is _At.DOOR and kind is ValueError:
+            # The engine's judgement: it told the others, unless this is about a name in flight
+            # here, whose first call goes on. What it could not even read is another exception.
             return
         self.engine.reject(self.op.kind, self.name, self._set, basics.reason(error))
         if kind is ValueError or kind is TypeError:
             label = self.name.removeprefix(f"{self.op.name}.")  # as the engine's own errors say it
             raise kind(f'{basics.label()} {self.op.name} "{label}": {error}') from error
+
+    def start(
+        self,
+        form: Form,
+        tensors: Any,
+        *,
+        reduce_op: ReduceOp = ReduceOp.Sum,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        root: int = -1,
+        splits: Sequence[int] | None = None,
+    ) -> int | None:
+        """As `submit`, of what the engine can read by itself; see the function `start`."""
+        allowed = self.op.reductions
+        if splits is not None or (allowed is not None and reduce_op not in allowed):
+            return None
+        prefix = self.op.prefix(self.grouped)
+        root, prescale, postscale = root_number(root), float(prescale), float(postscale)
+        site = _calls.sites.here()
+        self._at = _At.DOOR
+        handle: int | None = self._start(
+            form,
+            self.op.kind,
+            prefix,
+            self.name[len(prefix) + 1 :],
+            self.unnamed,
+            self._set,
+            self.grouped,
+            tensors,
+            int(reduce_op),
+            prescale,
+            postscale,
+            root,
+            site,
+        )
+        self._at = _At.ADAPTER if handle is None else _At.ENGINE
+        return handle
 
     def submit(
         self,
@@ -295,32 +415,25 @@ class Call:
                 f"{self.name}: op must be {names}, not {reduce_op.name}", op=self.name
             )
         root, prescale, postscale = root_number(root), float(prescale), float(postscale)
-        try:
-            self.ticket = self.engine.submit(
-                self.op.kind,
-                self.name,
-                self._set,
-                views,
-                int(reduce_op),
-                prescale,
-                postscale,
-                root,
-                splits,
-                self.unnamed,
-                keep,
-                _calls.sites.here(),
-            )
-        except basics.Failure as failure:
-            self._handed_over = True  # nobody waits for a call that the engine's own end ended
-            raise basics.translated(failure, self.name) from None
-        except ValueError:
-            # The engine's judgement: it told the others, unless this is about a name in flight
-            # here, whose first call goes on. What it could not even read is another exception.
-            self._handed_over = True
-            raise
-        self._handed_over = True
-        self.finish = finish
-        return _calls.add(self)
+        site = _calls.sites.here()
+        self._at = _At.DOOR
+        handle: int = self.engine.submit(
+            self.op.kind,
+            self.name,
+            self._set,
+            views,
+            int(reduce_op),
+            prescale,
+            postscale,
+            root,
+            splits,
+            self.unnamed,
+            keep,
+            site,
+            finish,
+        )
+        self._at = _At.ENGINE
+        return handle
 
 
 def _is_text(name: object) -> bool:
@@ -350,8 +463,8 @@ def _set_id(process_set: ProcessSet, *names: str | None) -> int:
 
 def next_name(process_set: ProcessSet, prefix: str) -> str:
     """The next name of a sequence of its own, for what is made of several calls."""
-    _calls.enter(basics.engine())
-    return f"{prefix}.noname.{_calls.number(_set_id(process_set, prefix), prefix)}"
+    number = _engine().next_number(_set_id(process_set, prefix), prefix)
+    return f"{prefix}.noname.{number}"
 
 
 def ranks(process_set: ProcessSet) -> list[int]:
@@ -381,13 +494,15 @@ def poll(handle: int) -> bool:
         ValueError: the handle is unknown or was synchronized already.
         HorovodInternalError: this is a forked child.
     """
-    call = _calls.pending.get(handle)
-    if call is None:
-        raise ValueError(f"handle {handle!r} is unknown or was synchronized already")
+    engine = _calls.engine
     try:
-        return bool(call.engine.poll(call.ticket))
+        if engine is not None:
+            return bool(engine.poll(handle))
     except basics.Failure as failure:
-        raise basics.translated(failure, call.name) from None
+        raise basics.translated(failure, pending_calls.get(handle, "poll")) from None
+    except (TypeError, ValueError):
+        pass  # no handle of this engine's
+    raise ValueError(f"handle {handle!r} is unknown or was synchronized already")
 
 
 def synchronize(handle: int) -> Any:
@@ -408,20 +523,12 @@ def synchronize(handle: int) -> Any:
         HorovodInternalError: ranks disagree (`MismatchError`), a peer is lost (`PeerLostError`),
             or the engine stopped.
     """
-    call = _calls.pending.get(handle)
-    if call is None:
-        return None
-    if _debts.owed and not _debts.paying:
+    engine = _calls.engine
+    if _debts.owed and not _debts.paying and handle in pending_calls:
         with paying():
             for finish in list(_debts.owed.values()):
                 finish()
-    result = basics.take(call.engine, call.ticket, call.name)
-    _calls.drop(handle, call)
-    if result is None:  # another thread has taken it
-        return None
-    if result.kind:
-        raise basics.exception(result.kind, result.text, result.rank, call.name)
-    return call.finish(result)
+    return None if engine is None else basics.finish(engine, handle)
 
 
 class _Debts(threading.local):
@@ -466,7 +573,7 @@ def run() -> int:
 
 def enter() -> int:
     """The `run` of the engine that runs now, which need not have had a call yet."""
-    _calls.enter(basics.engine())
+    _engine()
     return _calls.runs
 
 
@@ -486,7 +593,7 @@ def synchronize_all(handles: Iterable[int]) -> list[Any]:
 
 def renumber() -> None:
     """Starts the numbers of unnamed calls again, once every rank has come to the same point."""
-    _calls.renumber()
+    _engine().renumber()
 
 
 def barrier(process_set: ProcessSet) -> None:

@@ -245,12 +245,11 @@ def _complete(engine: Any, call: Callable[[Any, int], int], argument: Any, what:
     with _changing:
         _labels.read(engine)  # also what a wait that was interrupted has changed
         try:
-            ticket = call(argument, Sites(engine.add_site).here())
+            handle = call(argument, Sites(engine.add_site).here())
         except basics.Failure as failure:
             raise basics.translated(failure, what) from None
-        result = basics.result_of(engine, ticket, what)
+        result = basics.finish(engine, handle, what)
         _labels.read(engine)
-    assert result is not None  # no other thread knows the ticket
     return int(result.value)
 
 

@@ -16,7 +16,7 @@ from horovod.common import basics, ops
 from horovod.common.ops import Call, Op, ReduceOp, reduce_op, synchronize
 from horovod.common.process_sets import ProcessSet
 from horovod.torch.ops import Tensors, submit, submit_alltoall
-from horovod.torch.views import to_engine, to_new
+from horovod.torch.views import TO_ENGINE, TO_NEW
 
 Unknown = Callable[[], Any]
 """Gives a size that is not known before the collective has run."""
@@ -78,7 +78,7 @@ def _reduced(
 
 
 def _mean(call: Call, tensors: Tensors) -> Tensors:
-    return _reduced(call, to_new, tensors, ReduceOp.Average, 1.0, 1.0)
+    return _reduced(call, TO_NEW, tensors, ReduceOp.Average, 1.0, 1.0)
 
 
 def _share(past: Past, grads: Tensors) -> list[torch.Tensor]:
@@ -94,7 +94,7 @@ ALLREDUCE: Collective = Collective(
     "allreduce",
     ops.ALLREDUCE,
     _SCALED,
-    run=lambda call, tensors, *scaled: _reduced(call, to_new, tensors, *scaled),
+    run=lambda call, tensors, *scaled: _reduced(call, TO_NEW, tensors, *scaled),
     empty=_same,
     gradient=lambda past, grads, *scaled: past.call(ALLREDUCE, grads, *scaled),
 )
@@ -106,7 +106,7 @@ ALLGATHER: Collective = Collective(
     "allgather",
     ops.ALLGATHER,
     "SymInt[]? rows",
-    run=lambda call, tensors, rows: _outputs(call, submit(call, tensors, to_engine)),
+    run=lambda call, tensors, rows: _outputs(call, submit(call, tensors, TO_ENGINE)),
     empty=lambda unknown, tensors, rows: _with_rows(tensors, rows or [unknown() for _ in tensors]),
     gradient=lambda past, grads, rows: past.call(OWN_ROWS, grads, past.rows),
 )
@@ -117,7 +117,7 @@ def _own_rows(call: Call, tensors: Tensors, rows: Sequence[int]) -> list[torch.T
     # Named after the call: in a backward pass a number would shift those of the user's calls.
     with Call(ops.ALLGATHER, f"{call.name}.rows", call.process_set) as gather:
         gather.unnamed = call.unnamed
-        handle = submit(gather, [torch.tensor([list(rows)])], to_engine)
+        handle = submit(gather, [torch.tensor([list(rows)])], TO_ENGINE)
     starts = synchronize(handle)[: ops.index(call.process_set)].sum(0).tolist()
     cut = zip(means, starts, rows, strict=True)
     return [mean.narrow(0, start, count).clone() for mean, start, count in cut]
@@ -138,7 +138,7 @@ BROADCAST: Collective = Collective(
     "broadcast",
     ops.BROADCAST,
     "int root",
-    run=lambda call, tensors, root: _outputs(call, submit(call, tensors, to_new, root=root)),
+    run=lambda call, tensors, root: _outputs(call, submit(call, tensors, TO_NEW, root=root)),
     empty=_same,
     gradient=lambda past, grads, root: past.call(ROOT_MEAN, grads, root),
 )
@@ -211,7 +211,7 @@ def _reducescatter(
             f"this graph was compiled for (members, index) = {compiled_for}, not for "
             f"{place(call.process_set)}: call torch.compiler.reset() once the world has changed"
         )
-    return _reduced(call, to_engine, tensors, op, prescale, postscale)
+    return _reduced(call, TO_ENGINE, tensors, op, prescale, postscale)
 
 
 def _reducescatter_empty(

@@ -33,9 +33,9 @@ from horovod.torch.ops import (
     broadcast_async_,
     group,
     is_tracing,
-    submit_reduction,
+    reduce,
 )
-from horovod.torch.views import in_place, require_tensor
+from horovod.torch.views import IN_PLACE, require_tensor
 
 
 @dataclass
@@ -212,7 +212,7 @@ def allreduce_(
         chosen = library.reduce_op(op, average)
         return _overwritten(ALLREDUCE, [tensor], name, process_set, False, chosen, *scales)[0]
     result: torch.Tensor = synchronize(
-        submit_reduction(ops.ALLREDUCE, (tensor,), in_place, name, op, average, scales, process_set)
+        reduce(ops.ALLREDUCE, tensor, IN_PLACE, name, op, average, *scales, process_set)
     )
     return result
 
@@ -262,8 +262,8 @@ def grouped_allreduce_(
         chosen = library.reduce_op(op, average)
         return _overwritten(ALLREDUCE, group(tensors), name, process_set, True, chosen, *scales)
     results: tuple[torch.Tensor, ...] = synchronize(
-        submit_reduction(
-            ops.ALLREDUCE, tensors, in_place, name, op, average, scales, process_set, grouped=True
+        reduce(
+            ops.ALLREDUCE, tensors, IN_PLACE, name, op, average, *scales, process_set, grouped=True
         )
     )
     return results

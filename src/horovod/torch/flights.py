@@ -13,7 +13,7 @@ from horovod.common.ops import Call, ReduceOp
 from horovod.common.process_sets import ProcessSet
 from horovod.torch.ops import Compressing
 from horovod.torch.sparse import sparse_allreduce_async
-from horovod.torch.views import Staged, in_place
+from horovod.torch.views import IN_PLACE, Staged
 from horovod.torch.weights import Weights
 from horovod.torch.window import DENSE, Bucket, Slot, check_untouched
 
@@ -93,9 +93,9 @@ def _start_dense(
     slots = bucket.sent
     with Call(ops.ALLREDUCE, name, process_set, grouped=len(bucket.slots) > 1) as call:
         packed = [slot.compressor.compress(_dense(slot)) for slot in slots]
-        staged = [in_place(tensor) for tensor, _ in packed]
+        staged = [IN_PLACE.stage(tensor) for tensor, _ in packed]
         if carried is not None:
-            staged.append(in_place(carried.start()))
+            staged.append(IN_PLACE.stage(carried.start()))
         for one in staged:  # all copies to the host have been started
             one.ready()
         handle = call.submit([one.view for one in staged], _nothing, keep=staged, **reduction)

@@ -14,7 +14,7 @@ from horovod.common.exceptions import HorovodInternalError, MismatchError
 from horovod.common.ops import Call
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.torch.ops import broadcast_async_, submit
-from horovod.torch.views import to_engine
+from horovod.torch.views import TO_ENGINE
 
 
 def broadcast_parameters(
@@ -56,7 +56,7 @@ def _agreed(params: Any, process_set: ProcessSet) -> _Entries:
         entries.sort(key=lambda entry: entry[0] or "")
         table = _table(entries)
         digest = hashlib.sha256(repr(table).encode("utf-8", "backslashreplace")).digest()
-        handle = submit(call, (torch.tensor([list(digest)], dtype=torch.uint8),), to_engine)
+        handle = submit(call, (torch.tensor([list(digest)], dtype=torch.uint8),), TO_ENGINE)
     digests = ops.synchronize(handle)
     if not bool((digests == digests[0]).all()):
         tables = objects.allgather_object(table, what, process_set)

@@ -13,7 +13,7 @@ from horovod.common import ops
 from horovod.common.ops import Call, synchronize
 from horovod.common.process_sets import ProcessSet
 from horovod.torch.ops import submit
-from horovod.torch.views import to_engine
+from horovod.torch.views import TO_ENGINE
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)  # frombuffer refuses an empty buffer
 
@@ -29,7 +29,7 @@ def gather_plain(what: str, make: Callable[[], Any], process_set: ProcessSet) ->
     """
     with Call(ops.ALLGATHER, ops.next_name(process_set, what), process_set) as call:
         line = json.dumps(make()).encode() + b"\n"
-        handle = submit(call, (as_tensor(line),), to_engine)
+        handle = submit(call, (as_tensor(line),), TO_ENGINE)
     return [json.loads(line) for line in as_bytes(synchronize(handle)).splitlines()]
 
 

@@ -12,7 +12,7 @@ safe for what is queued on the stream that is current then.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from horovod.common.compression import Compressor, NoneCompressor
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.ops import Call, Op, ReduceOp, reduce_op
 from horovod.common.process_sets import ProcessSet, global_process_set
-from horovod.torch.views import Staged, in_place, to_engine, to_new
+from horovod.torch.views import IN_PLACE, TO_ENGINE, TO_NEW, Staged, Way
 
 Average = ReduceOp.Average
 Sum = ReduceOp.Sum
@@ -54,22 +54,18 @@ def group(tensors: Tensors) -> list[torch.Tensor]:
     return list(tensors)
 
 
-def submit(
-    call: Call, tensors: Tensors, stage: Callable[[torch.Tensor], Staged], **options: Any
-) -> int:
-    """Submits the call's tensor, or its group; `options` are those of `Call.submit`.
+def submit(call: Call, tensors: Tensors, way: Way, **options: Any) -> int:
+    """Submits the call's tensor, or its group; `options` are those of `Call.start`.
 
     Whatever can fail on one rank alone belongs inside the ``with`` of the call, as this does, also
     making the options: then the other ranks are told. Waits until tensors of an accelerator have
     been copied to the host, which is until the device has done what the program queued before.
     """
-    if not call.grouped:
-        (tensor,) = tensors
-        one = stage(tensor)
-        one.ready()
-        return call.submit([one.view], partial(_one_result, one), keep=one, **options)
     tensors = group(tensors)
-    staged = [stage(tensor) for tensor in tensors]
+    handle = call.start(way.form, tensors if call.grouped else tensors[0], **options)
+    if handle is not None:
+        return handle
+    staged = [way.stage(tensor) for tensor in tensors]
     if not staged:
         raise ValueError("the list of tensors is empty")
     if len(staged) > 1 and len({tensor.device for tensor in tensors}) > 1:
@@ -81,36 +77,47 @@ def submit(
         )
     for one in staged:  # all copies have been started
         one.ready()
-    return call.submit(
-        [one.view for one in staged], partial(_results, staged), keep=staged, **options
-    )
+    finish = partial(_results if call.grouped else _one_result, staged)
+    return call.submit([one.view for one in staged], finish, keep=staged, **options)
 
 
-def _one_result(one: Staged, result: Any) -> torch.Tensor:
-    return one.finish(result, 0)
+def _one_result(staged: list[Staged], result: Any) -> torch.Tensor:
+    return staged[0].finish(result, 0)
 
 
 def _results(staged: list[Staged], result: Any) -> tuple[torch.Tensor, ...]:
     return tuple([one.finish(result, i) for i, one in enumerate(staged)])
 
 
-def submit_reduction(
+def reduce(
     kind: Op,
-    tensors: Tensors,
-    stage: Callable[[torch.Tensor], Staged],
+    tensors: Any,
+    way: Way,
     name: str | None,
     op: int | None,
     average: bool | None,
-    scales: tuple[float, float],
+    prescale: float,
+    postscale: float,
     process_set: ProcessSet,
     grouped: bool = False,
 ) -> int:
-    """Submits a call that reduces; `scales` are before and after. For what users call directly."""
+    """Submits a call that reduces a tensor, or a list of them. For what users call directly."""
+    chosen = ReduceOp.Average if op is None else op
+    if average is None and type(chosen) is ReduceOp:
+        handle = ops.start(
+            way.form, kind, tensors, name, process_set, grouped, chosen, prescale, postscale
+        )
+        if handle is not None:
+            return handle
     with Call(kind, name, process_set, grouped=grouped) as call:
-        prescale, postscale = scales
         chosen = reduce_op(op, average)
         return submit(
-            call, tensors, stage, reduce_op=chosen, prescale=prescale, postscale=postscale
+            call,
+            tensors if grouped else [tensors],
+            way,
+            reduce_op=chosen,
+            prescale=prescale,
+            postscale=postscale,
         )
 
 
@@ -124,9 +131,16 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As `allreduce`, but gives a handle at once; `synchronize` then gives a new tensor."""
-    scales = (prescale_factor, postscale_factor)
-    return submit_reduction(
-        ops.ALLREDUCE, (tensor,), to_new, name, op, average, scales, process_set
+    return reduce(
+        ops.ALLREDUCE,
+        tensor,
+        TO_NEW,
+        name,
+        op,
+        average,
+        prescale_factor,
+        postscale_factor,
+        process_set,
     )
 
 
@@ -140,9 +154,16 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As `allreduce_`, but gives a handle at once; `synchronize` then gives the tensor itself."""
-    scales = (prescale_factor, postscale_factor)
-    return submit_reduction(
-        ops.ALLREDUCE, (tensor,), in_place, name, op, average, scales, process_set
+    return reduce(
+        ops.ALLREDUCE,
+        tensor,
+        IN_PLACE,
+        name,
+        op,
+        average,
+        prescale_factor,
+        postscale_factor,
+        process_set,
     )
 
 
@@ -156,9 +177,17 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As `grouped_allreduce`, but gives a handle at once; `synchronize` then gives a tuple."""
-    scales = (prescale_factor, postscale_factor)
-    return submit_reduction(
-        ops.ALLREDUCE, tensors, to_new, name, op, average, scales, process_set, grouped=True
+    return reduce(
+        ops.ALLREDUCE,
+        tensors,
+        TO_NEW,
+        name,
+        op,
+        average,
+        prescale_factor,
+        postscale_factor,
+        process_set,
+        grouped=True,
     )
 
 
@@ -172,9 +201,17 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As `grouped_allreduce_`, but gives a handle at once; `synchronize` then gives a tuple."""
-    scales = (prescale_factor, postscale_factor)
-    return submit_reduction(
-        ops.ALLREDUCE, tensors, in_place, name, op, average, scales, process_set, grouped=True
+    return reduce(
+        ops.ALLREDUCE,
+        tensors,
+        IN_PLACE,
+        name,
+        op,
+        average,
+        prescale_factor,
+        postscale_factor,
+        process_set,
+        grouped=True,
     )
 
 
@@ -183,7 +220,7 @@ def allgather_async(
 ) -> int:
     """As `allgather`, but gives a handle at once."""
     with Call(ops.ALLGATHER, name, process_set) as call:
-        return submit(call, (tensor,), to_engine)
+        return submit(call, (tensor,), TO_ENGINE)
 
 
 def grouped_allgather_async(
@@ -191,7 +228,7 @@ def grouped_allgather_async(
 ) -> int:
     """As `grouped_allgather`, but gives a handle at once; `synchronize` then gives a tuple."""
     with Call(ops.ALLGATHER, name, process_set, grouped=True) as call:
-        return submit(call, tensors, to_engine)
+        return submit(call, tensors, TO_ENGINE)
 
 
 def broadcast_async(
@@ -202,7 +239,7 @@ def broadcast_async(
 ) -> int:
     """As `broadcast`, but gives a handle at once."""
     with Call(ops.BROADCAST, name, process_set) as call:
-        return submit(call, (tensor,), to_new, root=root_rank)
+        return submit(call, (tensor,), TO_NEW, root=root_rank)
 
 
 def broadcast_async_(
@@ -213,7 +250,7 @@ def broadcast_async_(
 ) -> int:
     """As `broadcast_`, but gives a handle at once; `synchronize` then gives the tensor itself."""
     with Call(ops.BROADCAST, name, process_set) as call:
-        return submit(call, (tensor,), in_place, root=root_rank)
+        return submit(call, (tensor,), IN_PLACE, root=root_rank)
 
 
 def alltoall_async(
@@ -231,7 +268,7 @@ def submit_alltoall(
     call: Call, tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None
 ) -> int:
     """Submits an alltoall; its result is the tuple of the output and the received splits."""
-    staged = to_engine(tensor)
+    staged = TO_ENGINE.stage(tensor)
     sent, device = _splits(splits)
 
     def finish(result: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -270,9 +307,16 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """As `reducescatter`, but gives a handle at once."""
-    scales = (prescale_factor, postscale_factor)
-    return submit_reduction(
-        ops.REDUCESCATTER, (tensor,), to_engine, name, op, None, scales, process_set
+    return reduce(
+        ops.REDUCESCATTER,
+        tensor,
+        TO_ENGINE,
+        name,
+        op,
+        None,
+        prescale_factor,
+        postscale_factor,
+        process_set,
     )
 
 
@@ -285,9 +329,17 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """As `grouped_reducescatter`, but gives a handle at once; `synchronize` then gives a tuple."""
-    scales = (prescale_factor, postscale_factor)
-    return submit_reduction(
-        ops.REDUCESCATTER, tensors, to_engine, name, op, None, scales, process_set, grouped=True
+    return reduce(
+        ops.REDUCESCATTER,
+        tensors,
+        TO_ENGINE,
+        name,
+        op,
+        None,
+        prescale_factor,
+        postscale_factor,
+        process_set,
+        grouped=True,
     )
 
 

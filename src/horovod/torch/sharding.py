@@ -18,7 +18,7 @@ from horovod.common.ops import Call, synchronize
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.torch.gather import as_bytes, as_tensor, gather_plain
 from horovod.torch.ops import submit
-from horovod.torch.views import to_engine
+from horovod.torch.views import TO_ENGINE
 
 _ROUND_BYTES = 4 << 20  # for each rank, before the root sends what it has
 
@@ -112,7 +112,7 @@ def scatter_dataset(
                 rounds = _rounds(dataset, parts, own, mine)
             messages = next(rounds) if rounds is not None else [b""] * len(ranks)
             splits = [len(message) for message in messages]
-            handle = submit(call, (as_tensor(b"".join(messages)),), to_engine, splits=splits)
+            handle = submit(call, (as_tensor(b"".join(messages)),), TO_ENGINE, splits=splits)
         message = io.BytesIO(as_bytes(synchronize(handle)))
         more = pickle.load(message)
         try:

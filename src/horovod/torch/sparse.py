@@ -17,7 +17,7 @@ from horovod.common.exceptions import HorovodInternalError, MismatchError
 from horovod.common.ops import Call, ReduceOp, reduce_op, synchronize
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.torch.ops import Average, submit
-from horovod.torch.views import to_engine
+from horovod.torch.views import TO_ENGINE
 
 _FACTS = 3  # rows: the sizes of the sparse dimensions; the reduction; the sender's rank
 
@@ -36,7 +36,7 @@ def sparse_allreduce_async(
     with Call(ops.ALLGATHER, full_name, process_set, grouped=True) as call:
         reduction = reduce_op(op, None)
         facts, indices, values = _parts(tensor, reduction)
-        handle = submit(call, (torch.cat((~facts, indices)), values), to_engine)
+        handle = submit(call, (torch.cat((~facts, indices)), values), TO_ENGINE)
     size, members = tensor.size(), ops.members(process_set)
     what = call.name
 

@@ -14,7 +14,7 @@ from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.torch.differentiable import allreduce
 from horovod.torch.ops import Sum, submit
 from horovod.torch.reducer import weight_of
-from horovod.torch.views import to_engine
+from horovod.torch.views import TO_ENGINE
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -172,7 +172,7 @@ class _Statistics(torch.autograd.Function):
         name = f"sync_batch_norm.{features}"
         with Call(ops.ALLGATHER, name, process_set) as call:
             layer._check_input(input)
-            handle = submit(call, (_summary(input)[None],), to_engine)
+            handle = submit(call, (_summary(input)[None],), TO_ENGINE)
         rows: torch.Tensor = synchronize(handle)
         counts, means, deviations = torch.split(rows, [1, features, features], dim=1)
         count = counts.sum()

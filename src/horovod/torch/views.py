@@ -4,34 +4,28 @@ A row-major CPU tensor is read and written where it lies. Any other layout is co
 is submitted and, for the in-place forms, copied back when it is synchronized, so ranks may differ
 in layout, and in device.
 
-There are two ways to a view. Of nearly all row-major CPU tensors the core finds out itself what it
-needs, which is fast. Whatever it can't read goes the long way, which knows every kind of tensor and
-says what is wrong with one that can't be used.
+There are two ways. The core itself reads nearly all row-major CPU tensors, by a `Form`. Whatever it
+can't read is *staged*: that way knows every kind of tensor, and says what is wrong with one that
+can't be used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
 from horovod.common import ops
-from horovod.common.ops import View
-from horovod.torch.device import Staging, at_once, staging
+from horovod.common.ops import Form, View
+from horovod.torch.device import Staging, staging
 
 _DTYPES = {
     getattr(torch, dtype.name): int(dtype) for dtype in ops.DType if hasattr(torch, dtype.name)
 }
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
-# Of these very types, with versions of torch whose tensors the core can read.
-_READABLE: frozenset[type] = (
-    frozenset({torch.Tensor, torch.nn.Parameter})
-    if hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
-    else frozenset()
-)
 
 
 class Staged(NamedTuple):
@@ -52,11 +46,14 @@ def require_tensor(value: object) -> None:
         raise TypeError(f"a torch.Tensor is needed, not {type(value).__name__}")
 
 
-def _direct(tensor: torch.Tensor, *, in_place: bool) -> View | None:
-    """The view of a tensor that the core can read; None: take the long way."""
-    if type(tensor) not in _READABLE or tensor.is_neg():
-        return None
-    return View.of(tensor, in_place)
+try:
+    torch._C._increment_version([torch.empty(0)])  # type: ignore[arg-type,list-item,unused-ignore]
+    _count_up: Callable[[Any], None] = torch._C._increment_version
+except TypeError:  # before torch 2.4 it takes one tensor
+
+    def _count_up(tensors: Any) -> None:
+        for tensor in tensors:
+            torch.autograd.graph.increment_version(tensor)
 
 
 def _dtype(tensor: torch.Tensor) -> int:
@@ -94,13 +91,8 @@ def _input(way: Staging, tensor: torch.Tensor) -> tuple[torch.Tensor, bool, Call
     return memory, memory is not alias, ready
 
 
-def to_new(tensor: torch.Tensor) -> Staged:
-    """For a result in a new tensor of the same shape; a copied input is its own output."""
-    direct = _direct(tensor, in_place=False)
-    if direct is not None:
-        new = torch.empty_like(tensor)
-        direct.output = new.data_ptr()
-        return Staged(direct, (tensor.untyped_storage(), new), at_once, lambda *_: new)
+def _stage_new(tensor: torch.Tensor) -> Staged:
+    """A copied input is its own output."""
     dtype = _dtype(tensor)
     way = staging(tensor)
     source, copied, ready = _input(way, tensor)
@@ -120,19 +112,27 @@ def _overlaps(tensor: torch.Tensor) -> bool:
     return False
 
 
-def _written(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
-    """The tensor, whose memory the engine has overwritten."""
-    if not tensor.is_inference():
-        # Autograd shall notice if backward needs what was overwritten.
-        torch.autograd.graph.increment_version(tensor)
+def _written(*tensors: torch.Tensor) -> None:
+    """Autograd shall notice if backward needs what the engine has overwritten."""
+    try:
+        _count_up(tensors)
+    except RuntimeError:  # inference tensors have no count
+        for tensor in tensors:
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+
+
+def _written_one(tensor: torch.Tensor) -> torch.Tensor:
+    _written(tensor)
     return tensor
 
 
-def in_place(tensor: torch.Tensor) -> Staged:
-    """For a result that replaces the input."""
-    direct = _direct(tensor, in_place=True)
-    if direct is not None:
-        return Staged(direct, tensor.untyped_storage(), at_once, partial(_written, tensor))
+def _written_all(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    _written(*tensors)
+    return tensors
+
+
+def _stage_in_place(tensor: torch.Tensor) -> Staged:
     dtype = _dtype(tensor)
     if not tensor.is_contiguous() and _overlaps(tensor):
         raise ValueError(
@@ -144,7 +144,7 @@ def in_place(tensor: torch.Tensor) -> Staged:
 
     def finish(*_: Any) -> torch.Tensor:
         if not copied:
-            return _written(tensor)
+            return _written_one(tensor)
         # Inference tensors are written in inference mode only, leaves without autograd only.
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             way.overwrite(tensor, memory)
@@ -153,11 +153,7 @@ def in_place(tensor: torch.Tensor) -> Staged:
     return Staged(View(pointer, pointer, dtype, tuple(memory.shape)), (memory,), ready, finish)
 
 
-def to_engine(tensor: torch.Tensor) -> Staged:
-    """For a result of other rows, for which the engine allocates the memory."""
-    direct = _direct(tensor, in_place=False)
-    if direct is not None:
-        return Staged(direct, tensor.untyped_storage(), at_once, _allocated)
+def _stage_input(tensor: torch.Tensor) -> Staged:
     dtype = _dtype(tensor)
     way = staging(tensor)
     source, _, ready = _input(way, tensor)
@@ -165,7 +161,36 @@ def to_engine(tensor: torch.Tensor) -> Staged:
     return Staged(view, (source,), ready, lambda *of: way.place(_allocated(*of), tensor))
 
 
-def _allocated(result: Any, place: int) -> torch.Tensor:
+def _allocated(result: Any, place: int = 0) -> torch.Tensor:
     """The output that the engine has made."""
     output: torch.Tensor = from_dlpack(result.output(place))
     return output
+
+
+def _all_allocated(result: Any) -> tuple[torch.Tensor, ...]:
+    return tuple([from_dlpack(output) for output in result.outputs])
+
+
+@dataclass(frozen=True)
+class Way:
+    """How tensors get to the engine, and results to the user."""
+
+    form: Form
+    """For what the engine can read."""
+    stage: Callable[[torch.Tensor], Staged]
+    """For whatever it can't."""
+
+
+def _form(*, in_place: bool, allocate: Any = None, one: Any = None, group: Any = None) -> Form:
+    # Tensors of other versions of torch don't say where they lie.
+    types = (torch.Tensor, torch.nn.Parameter)
+    hidden, memory = torch.Tensor.is_neg, torch.Tensor.untyped_storage
+    return Form(types, hidden, memory, in_place, allocate, one, group)
+
+
+IN_PLACE = Way(_form(in_place=True, one=_written_one, group=_written_all), _stage_in_place)
+"""The result replaces the input."""
+TO_NEW = Way(_form(in_place=False, allocate=torch.empty_like), _stage_new)
+"""The result is a new tensor of the same shape."""
+TO_ENGINE = Way(_form(in_place=False, one=_allocated, group=_all_allocated), _stage_input)
+"""The result has other rows, and the engine allocates it."""
