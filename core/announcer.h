@@ -24,11 +24,11 @@ class Announcer {
   explicit Announcer(size_t cache_capacity) : cache_(cache_capacity) {}
 
   // The item to send for a call whose name isn't open in its set.
-  Item announce(T call, const Request& request, bool blocked) {
+  Item announce(T call, const Request& request, bool blocked, std::string payload = {}) {
     const uint64_t id = cache_.find(request);
     open_.add({request.set, request.name}, {std::move(call), &request, id, blocked});
-    if (id != 0) return AnnounceCached{id, blocked};
-    return Announce{request, blocked, 0};
+    if (id != 0) return AnnounceCached{id, blocked, std::move(payload)};
+    return Announce{request, blocked, 0, std::move(payload)};
   }
 
   // A caller waits for a call that was announced without saying so; nothing if its entry has come.
@@ -38,7 +38,8 @@ class Announcer {
     return Blocked{set, name};
   }
 
-  // The coordinator forgot an id that was announced: the call in full.
+  // The coordinator forgot an id that was announced: the call in full, but without its payload, so
+  // that its data goes the usual way.
   Item again(uint64_t id) {
     const Request* request = cache_.request(id);
     Open* open = request == nullptr ? nullptr : open_.find({request->set, request->name});
@@ -49,7 +50,7 @@ class Announcer {
     }
     cache_.forget(id);
     open->id = 0;
-    return Announce{*open->request, open->blocked, id};
+    return Announce{*open->request, open->blocked, id, {}};
   }
 
   // What the owner keeps of an open call; nullptr if none of this name is open.

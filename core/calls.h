@@ -24,6 +24,7 @@ struct Voice {
   bool blocked = false;  // a caller waits; Announced only
   uint64_t id = 0;       // under which it was announced; 0: in full
   std::shared_ptr<const Request> request;
+  std::string payload;  // that came with it
 };
 
 // What a rank says about the next round of a name while this one is still open without it.
@@ -32,6 +33,7 @@ struct Held {
   std::shared_ptr<const Request> request;  // nullptr: rejected again
   bool blocked = false;
   Reject rejection;
+  std::string payload;
 };
 
 // One name of one set, from its first announcement or rejection to its entry.
@@ -53,6 +55,7 @@ struct Call {
   uint64_t order = 0;  // by readiness
   TimePoint ready_since;
   uint64_t bytes = 0;
+  uint64_t payload_bytes = 0;  // of each contributor; 0: not every one sent its payload
   std::shared_ptr<const Request> request;
   bool everyone = false;              // contributors are all members
   std::vector<int32_t> contributors;  // global ranks, ascending

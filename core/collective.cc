@@ -95,7 +95,67 @@ View view(std::vector<double>& numbers, size_t first, size_t count) {
           DType::Float64};
 }
 
+// Average is a sum with a divisor: the whole set's size, also when some have joined.
+FoldSpec fold_of(const Arguments& call, size_t members) {
+  const bool average = call.op == ReduceOp::Average;
+  return {.op = average ? ReduceOp::Sum : call.op,
+          .prescale = call.prescale,
+          .postscale = call.postscale,
+          .divisor = average ? static_cast<uint32_t>(members) : 1};
+}
+
+// What folds its terms in rank order and nothing else.
+bool is_plain_allreduce(const Arguments& call) {
+  return call.kind == OpKind::Allreduce && call.op != ReduceOp::Adasum;
+}
+
+uint64_t bytes_of(const Arguments& call) {
+  uint64_t bytes = 0;
+  for (const Tensor& t : call.tensors) bytes += bytes_of(t);
+  return bytes;
+}
+
 }  // namespace
+
+std::string payload_of(const Arguments& call, size_t members, uint64_t terms_bytes) {
+  if (!is_plain_allreduce(call)) return {};
+  const uint64_t bytes = bytes_of(call);
+  if (bytes > terms_bytes / members) return {};
+  std::string payload;
+  payload.reserve(bytes);
+  for (const Tensor& t : call.tensors) {
+    payload.append(reinterpret_cast<const char*>(t.in), bytes_of(t));
+  }
+  return payload;
+}
+
+void reduce_payloads(std::span<Arguments* const> calls, size_t members, size_t contributors,
+                     std::span<const std::byte> terms, const Kernels& kernels) {
+  uint64_t payload_bytes = 0;
+  for (const Arguments* call : calls) {
+    if (!is_plain_allreduce(*call)) invalid("terms of a call that isn't folded in rank order");
+    payload_bytes += bytes_of(*call);
+  }
+  if (terms.size() != payload_bytes * contributors) {
+    invalid(std::to_string(terms.size()) + " bytes of terms where " + std::to_string(contributors) +
+            " times " + std::to_string(payload_bytes) + " were due");
+  }
+  std::vector<const std::byte*> next(contributors);  // of each contributor, what is folded next
+  for (size_t i = 0; i < contributors; ++i) next[i] = terms.data() + i * payload_bytes;
+  for (Arguments* call : calls) {
+    FoldSpec spec = fold_of(*call, members);
+    for (const Tensor& t : call->tensors) {
+      const uint64_t bytes = bytes_of(t);
+      std::byte* out = output_of(*call, t, t.shape);
+      spec.dtype = t.dtype;
+      if (bytes > 0) {
+        kernels.fold(spec, out, nullptr, Stores::Ordinary, next.data(), contributors,
+                     count_of(t.shape));
+      }
+      for (const std::byte*& term : next) term += bytes;
+    }
+  }
+}
 
 void check_arguments(const Arguments& call, std::span<const int32_t> members) {
   const OpInfo& op = info(call.kind);
@@ -199,15 +259,6 @@ void Collective::start(Schedule schedule, std::vector<View> in, std::vector<View
 
 namespace {
 
-// Average is a sum with a divisor: the whole set's size, also when some have joined.
-FoldSpec fold_of(const Arguments& call, const Group& group) {
-  const bool average = call.op == ReduceOp::Average;
-  return {.op = average ? ReduceOp::Sum : call.op,
-          .prescale = call.prescale,
-          .postscale = call.postscale,
-          .divisor = average ? static_cast<uint32_t>(group.members.size()) : 1};
-}
-
 uint64_t padded(std::span<const View> views) {
   uint64_t bytes = 0;
   for (const View& v : views) bytes += align_up(v.bytes);
@@ -227,7 +278,7 @@ void Collective::start_allreduce() {
   const uint64_t bytes = padded(in);
   const Place p = place();
   start(bytes <= group_.direct_bytes ? allreduce_direct(p, bytes) : allreduce_chunked(p, bytes),
-        std::move(in), std::move(out), fold_of(*calls_.front(), group_));
+        std::move(in), std::move(out), fold_of(*calls_.front(), group_.members.size()));
 }
 
 void Collective::start_broadcast() {
@@ -263,7 +314,8 @@ void Collective::start_reducescatter() {
     chunks.push_back(padded(chunk));
     in.insert(in.end(), chunk.begin(), chunk.end());
   }
-  start(reducescatter(place(), chunks), std::move(in), std::move(out), fold_of(call, group_));
+  start(reducescatter(place(), chunks), std::move(in), std::move(out),
+        fold_of(call, group_.members.size()));
 }
 
 // First round of a gather: every rank tells its rows of each tensor.

@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "adasum.h"
@@ -52,6 +53,16 @@ struct Arguments {
 // Throws Error(InvalidArgument) if this rank's call is wrong by itself. `members` are the global
 // ranks of its process set.
 void check_arguments(const Arguments& call, std::span<const int32_t> members);
+
+// What a small allreduce tells with its announcement: what its tensors hold, end to end. Empty if
+// that, from all `members`, would take more than `terms_bytes`, or if it is another operation.
+std::string payload_of(const Arguments& call, size_t members, uint64_t terms_bytes);
+
+// The allreduce of calls whose payloads have come, of each of `contributors` in turn those of all
+// calls. The same bits as if they had gone through slots. Throws Error(InvalidArgument) if `terms`
+// can't be those of the calls, and as Collective does.
+void reduce_payloads(std::span<Arguments* const> calls, size_t members, size_t contributors,
+                     std::span<const std::byte> terms, const Kernels& kernels);
 
 // Who runs an entry, and with which pieces.
 struct Group {

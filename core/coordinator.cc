@@ -58,7 +58,10 @@ void Coordinator::State::on(int32_t rank, Announce&& item, TimePoint now) {
     return;
   }
   if (item.resends != 0) std::erase(ids, item.resends);
-  announce(rank, std::make_shared<const Request>(std::move(item.request)), 0, item.blocked, now);
+  announce(rank,
+           {Voice::Said::Announced, item.blocked, 0,
+            std::make_shared<const Request>(std::move(item.request)), std::move(item.payload)},
+           now);
   if (!ids.empty()) return;
   for (Announce& next : std::exchange(waiting_items, {})) on(rank, std::move(next), now);
 }
@@ -71,7 +74,8 @@ void Coordinator::State::on(int32_t rank, AnnounceCached&& item, TimePoint now) 
     return;
   }
   ++counters.cached_announcements;
-  announce(rank, request, item.id, item.blocked, now);
+  announce(rank, {Voice::Said::Announced, item.blocked, item.id, request, std::move(item.payload)},
+           now);
 }
 
 void Coordinator::State::on(int32_t rank, Blocked&& item, TimePoint) {
@@ -136,26 +140,26 @@ void Coordinator::State::on(int32_t rank, Leave&& item, TimePoint now) {
 
 void Coordinator::State::on(int32_t rank, Located&& item, TimePoint) { watch.located(rank, item); }
 
-void Coordinator::State::announce(int32_t rank, std::shared_ptr<const Request> request, uint64_t id,
-                                  bool blocked_now, TimePoint now) {
-  watch.heard(rank, request->kind, request->name, now);
-  Status status = objection(rank, *request);
+void Coordinator::State::announce(int32_t rank, Voice voice, TimePoint now) {
+  const Request& request = *voice.request;
+  watch.heard(rank, request.kind, request.name, now);
+  Status status = objection(rank, request);
   if (status.ok()) {
-    ProcessSet& set = sets.at(request->set);
-    Call* call = calls.find(set.uid, request->name);
+    ProcessSet& set = sets.at(request.set);
+    Call* call = calls.find(set.uid, request.name);
     if (call != nullptr && set.voice(*call, rank).said == Voice::Said::Announced) {
       return hear_twice(set, *call, rank, now);
     }
     if (!joined[static_cast<size_t>(rank)]) {
-      if (call == nullptr) call = &start_call(set, request->kind, request->name, now);
-      return hear(set, *call, rank, std::move(request), id, blocked_now, now);
+      if (call == nullptr) call = &start_call(set, request.kind, request.name, now);
+      return hear(set, *call, rank, std::move(voice), now);
     }
-    status = {ErrorKind::InvalidArgument,
-              describe_call(request->kind, request->name) +
-                  ": called after join() and before it returned",
-              rank};
+    status = {
+        ErrorKind::InvalidArgument,
+        describe_call(request.kind, request.name) + ": called after join() and before it returned",
+        rank};
   }
-  emit_error(request->kind, request->set, request->name, {rank}, std::move(status));
+  emit_error(request.kind, request.set, request.name, {rank}, std::move(status));
 }
 
 Status Coordinator::State::objection(int32_t rank, const Request& request) const {
@@ -206,18 +210,18 @@ Call& Coordinator::State::find_or_start(ProcessSet& set, OpKind kind, const std:
   return call != nullptr ? *call : start_call(set, kind, name, now);
 }
 
-void Coordinator::State::hear(ProcessSet& set, Call& call, int32_t rank,
-                              std::shared_ptr<const Request> request, uint64_t id, bool blocked_now,
+void Coordinator::State::hear(ProcessSet& set, Call& call, int32_t rank, Voice said,
                               TimePoint now) {
-  const OpKind kind = request->kind;
+  const OpKind kind = said.request->kind;
   Voice& voice = set.voice(call, rank);
-  if (blocked_now) block(rank, +1);
+  if (said.blocked) block(rank, +1);
   if (spoke_for_this_round(call, voice)) {
-    call.later.push_back({rank, std::move(request), blocked_now, {}});
+    call.later.push_back(
+        {rank, std::move(said.request), said.blocked, {}, std::move(said.payload)});
     return;
   }
   if (call.kind == OpKind::Join || !joined[static_cast<size_t>(rank)]) --call.missing;
-  voice = {Voice::Said::Announced, blocked_now, id, std::move(request)};
+  voice = std::move(said);
   ++call.announced;
   if (kind == OpKind::Join) {
     last_joined = rank;
@@ -232,7 +236,7 @@ void Coordinator::State::hear_rejection(ProcessSet& set, int32_t rank, Reject&& 
   Voice& voice = set.voice(call, rank);
   if (voice.said == Voice::Said::Announced) return;
   if (spoke_for_this_round(call, voice)) {
-    call.later.push_back({rank, nullptr, false, std::move(item)});
+    call.later.push_back({rank, nullptr, false, std::move(item), {}});
     return;
   }
   if (call.kind == OpKind::Join || !joined[static_cast<size_t>(rank)]) --call.missing;
@@ -253,7 +257,8 @@ void Coordinator::State::hear_twice(ProcessSet& set, Call& call, int32_t rank, T
   Voice& voice = set.voice(call, rank);
   const bool was_blocked = voice.blocked;
   const bool was_join = voice.request->kind == OpKind::Join;
-  voice = {Voice::Said::Rejected, false, 0, nullptr};
+  voice = {};
+  voice.said = Voice::Said::Rejected;
   --call.announced;
   call.rejected.emplace_back(rank, "it was announced twice");
   if (was_blocked) block(rank, -1);
@@ -280,7 +285,10 @@ void Coordinator::State::replay(TimePoint now) {
     }
     ProcessSet& set = sets.at(next.request->set);
     Call& call = find_or_start(set, next.request->kind, next.request->name, now);
-    hear(set, call, next.rank, std::move(next.request), 0, next.blocked, now);
+    hear(
+        set, call, next.rank,
+        {Voice::Said::Announced, next.blocked, 0, std::move(next.request), std::move(next.payload)},
+        now);
   }
 }
 

@@ -31,6 +31,7 @@ struct CoordinatorOptions {
   // > 0: calls that could fuse wait this long for company, even if someone is blocked, unless a
   // whole entry is full. Replaces flush_bytes and flush_after.
   Duration min_cycle{};
+  uint64_t inline_bytes = 0;  // an entry whose terms take no more carries them; 0: none does
   size_t cache_capacity = 64 << 10;
   bool join_all_ops = false;
   bool disable_group_fusion = false;

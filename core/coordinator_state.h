@@ -31,14 +31,12 @@ struct Coordinator::State {
   void on(int32_t rank, Done&& item, TimePoint now);
   void on(int32_t rank, Leave&& item, TimePoint now);
   void on(int32_t rank, Located&& item, TimePoint now);
-  void announce(int32_t rank, std::shared_ptr<const Request> request, uint64_t id, bool blocked,
-                TimePoint now);
+  void announce(int32_t rank, Voice voice, TimePoint now);
   Status objection(int32_t rank, const Request& request) const;
   Status set_objection(int32_t rank, OpKind kind, uint32_t set, const std::string& name) const;
   Call& start_call(ProcessSet& set, OpKind kind, const std::string& name, TimePoint now);
   Call& find_or_start(ProcessSet& set, OpKind kind, const std::string& name, TimePoint now);
-  void hear(ProcessSet& set, Call& call, int32_t rank, std::shared_ptr<const Request> request,
-            uint64_t id, bool blocked, TimePoint now);
+  void hear(ProcessSet& set, Call& call, int32_t rank, Voice said, TimePoint now);
   void hear_rejection(ProcessSet& set, int32_t rank, Reject&& item, TimePoint now);
   void hear_twice(ProcessSet& set, Call& call, int32_t rank, TimePoint now);
   void replay(TimePoint now);
@@ -111,8 +109,9 @@ struct Coordinator::State {
   Watch watch;
   bool aborted = false;
 
-  std::vector<Vote> votes;      // scratch of judge()
-  std::vector<int32_t> absent;  // scratch of judge()
+  std::vector<Vote> votes;            // scratch of judge()
+  std::vector<int32_t> absent;        // scratch of judge()
+  std::vector<std::string> payloads;  // scratch of emit_data(), by contributor
 };
 
 }  // namespace horovod

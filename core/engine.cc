@@ -278,10 +278,10 @@ bool Engine::wait(int64_t handle, Duration timeout) {
     if (done()) return true;
     say_blocked_locked(call);
   }
-  const TimePoint deadline = saturating(Clock::now(), timeout);
+  TimePoint now = Clock::now();
+  const TimePoint deadline = saturating(now, timeout);
   bool slept = false;
-  while (!done()) {
-    const TimePoint now = Clock::now();
+  for (; !done(); now = Clock::now()) {
     if (now >= deadline) break;
     const TimePoint until = std::min(deadline, now + kSlice);
     std::unique_lock driver(driver_, std::try_to_lock);
@@ -335,19 +335,17 @@ void Engine::guarded(Work&& work) {
 }
 
 void Engine::take_events() {
-  std::vector<Event> events;
-  std::vector<LocalCallPtr> blocked;
   {
     std::lock_guard lock(mutex_);
-    events.swap(events_);
-    blocked.swap(newly_blocked_);
-    for (const Event& event : events) {
+    taken_events_.swap(events_);
+    taken_blocked_.swap(newly_blocked_);
+    for (const Event& event : taken_events_) {
       if (const auto* call = std::get_if<LocalCallPtr>(&event)) (*call)->taken = true;
     }
     queued_.store(0, std::memory_order_seq_cst);
     queued_bytes_ = 0;
   }
-  for (Event& event : events) {
+  for (Event& event : taken_events_) {
     guarded([&] {
       if (auto* call = std::get_if<LocalCallPtr>(&event)) {
         progress_->submit(std::move(*call), now_);
@@ -356,18 +354,20 @@ void Engine::take_events() {
       }
     });
   }
-  for (const LocalCallPtr& call : blocked) guarded([&] { progress_->blocked(*call, now_); });
+  for (const LocalCallPtr& call : taken_blocked_) guarded([&] { progress_->blocked(*call, now_); });
+  taken_events_.clear();
+  taken_blocked_.clear();
 }
 
 void Engine::deliver() {
-  std::vector<LocalCallPtr> completed = progress_->take_completed();
+  progress_->take_completed(completed_);
   std::vector<LogLine> log = progress_->take_log();
   const bool failed = progress_->failure().has_value();
-  if (completed.empty() && log.empty() && (!failed || failure_reported_)) return;
+  if (completed_.empty() && log.empty() && (!failed || failure_reported_)) return;
   std::unique_lock lock(mutex_);
   counters_ = progress_->counters();
   coordinator_counters_ = progress_->coordinator_counters();
-  for (const LocalCallPtr& call : completed) {
+  for (const LocalCallPtr& call : completed_) {
     names_.take({call->request.set, call->request.name});
     if (call->status.ok() && (call->kind == OpKind::AddSet || call->kind == OpKind::RemoveSet)) {
       sets_ = progress_->sets();
@@ -387,11 +387,12 @@ void Engine::deliver() {
   if (waiters_ > 0) waiters_cv_.notify_all();
   lock.unlock();
   in_callback_.store(std::this_thread::get_id(), std::memory_order_relaxed);
-  for (const LocalCallPtr& call : completed) {
+  for (const LocalCallPtr& call : completed_) {
     // Whoever is told may hold what owns the call: it lets go here, where nothing is locked.
     if (const auto when_done = std::move(call->when_done)) when_done(*call);
   }
   in_callback_.store({}, std::memory_order_relaxed);
+  completed_.clear();
 }
 
 bool Engine::quiet() {
@@ -610,6 +611,7 @@ std::map<uint32_t, std::vector<int32_t>> Engine::process_sets() {
 std::map<std::string, uint64_t> Engine::counters() {
   std::lock_guard lock(mutex_);
   return {{"entries", counters_.entries},
+          {"inline_entries", counters_.inline_entries},
           {"calls", counters_.calls},
           {"fused_calls", counters_.fused_calls},
           {"passes", counters_.passes},

@@ -125,15 +125,18 @@ class Engine {
   std::unique_ptr<Progress> progress_;  // until shutdown() has ended
 
   std::mutex driver_;
-  TimePoint now_{};                     // driver's: when its last pass began
-  bool moved_ = false;                  // driver's: whether its last pass did anything
-  Waiter::Ended ended_;                 // driver's
-  bool failure_reported_ = false;       // driver's
-  std::atomic<bool> muted_{false};      // written with mutex_ held
-  std::atomic<bool> asleep_{false};     // the doorbell is needed to reach the driver
-  std::atomic<uint64_t> queued_{0};     // events_ that wait for the driver
-  std::atomic<int64_t> wakes_at_{0};    // when the timer rings, ns of TimePoint
-  std::atomic<int64_t> idle_until_{0};  // when the engine thread wakes by itself, ns of TimePoint
+  TimePoint now_{};                  // driver's: when its last pass began
+  bool moved_ = false;               // driver's: whether its last pass did anything
+  Waiter::Ended ended_;              // driver's
+  bool failure_reported_ = false;    // driver's
+  std::vector<Event> taken_events_;  // scratch of take_events(), as the next
+  std::vector<LocalCallPtr> taken_blocked_;
+  std::vector<LocalCallPtr> completed_;  // scratch of deliver()
+  std::atomic<bool> muted_{false};       // written with mutex_ held
+  std::atomic<bool> asleep_{false};      // the doorbell is needed to reach the driver
+  std::atomic<uint64_t> queued_{0};      // events_ that wait for the driver
+  std::atomic<int64_t> wakes_at_{0};     // when the timer rings, ns of TimePoint
+  std::atomic<int64_t> idle_until_{0};   // when the engine thread wakes by itself, ns of TimePoint
 
   std::mutex mutex_;
   std::condition_variable waiters_cv_;

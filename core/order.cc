@@ -1,6 +1,7 @@
 // L4: the coordinator's second half: judges calls that all members have spoken about and makes
 // entries of them. Must not know how messages come and go.
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "coordinator_state.h"
@@ -16,6 +17,17 @@ constexpr size_t kMostInFlight = 2;  // entries of one set
 bool leaves_out_joined(OpKind kind, bool join_all_ops) {
   if (kind == OpKind::AddSet || kind == OpKind::RemoveSet) return false;
   return info(kind).joinable || (join_all_ops && info(kind).moves_data);
+}
+
+// Of each contributor; 0 unless every one has sent its payload.
+uint64_t payload_bytes_of(const Call& call) {
+  std::optional<uint64_t> bytes;
+  for (const Voice& voice : call.voices) {
+    if (voice.said != Voice::Said::Announced) continue;
+    if (voice.payload.size() != bytes.value_or(voice.payload.size())) return 0;
+    bytes = voice.payload.size();
+  }
+  return bytes.value_or(0);
 }
 
 }  // namespace
@@ -92,6 +104,7 @@ Status Coordinator::State::describe_rejection(const Call& call) const {
 void Coordinator::State::make_ready(ProcessSet& set, Call& call, TimePoint now) {
   watch.resolved(call, now);
   call.bytes = info(call.request->kind).fuses ? bytes_of(*call.request) : 0;
+  call.payload_bytes = payload_bytes_of(call);
   call.ready_since = now;
   call.order = next_order++;
   ++ready;
@@ -271,7 +284,8 @@ bool Coordinator::State::someone_waits(const ProcessSet& set) const {
   return false;
 }
 
-// The first call of `from`, with all that fits behind it if it fuses.
+// The first call of `from`, with all that fits behind it if it fuses. If every contributor has sent
+// the payload of every call, and they are small, the entry carries them all, and moves no data.
 void Coordinator::State::emit_data(ProcessSet& set, CallList& from, TimePoint now) {
   Call& first = from.front();
   Entry entry;
@@ -285,8 +299,22 @@ void Coordinator::State::emit_data(ProcessSet& set, CallList& from, TimePoint no
   const bool everyone = first.everyone;
   const bool fuses = first.place == Call::Place::Fusing;
   const uint64_t tensors_before = counters.tensors;
+  uint64_t terms_bytes = 0;
+  bool carries = true;
+  payloads.assign(entry.contributors.size(), {});
+  const auto add = [&](Call& call) {
+    terms_bytes += call.payload_bytes * payloads.size();
+    carries = carries && call.payload_bytes > 0 && terms_bytes <= options.inline_bytes;
+    if (carries) {
+      auto payload = payloads.begin();
+      for (const Voice& voice : call.voices) {
+        if (voice.said == Voice::Said::Announced) *payload++ += voice.payload;
+      }
+    }
+    take(call, entry, now);
+  };
   auto next = std::next(from.begin());
-  take(first, entry, now);
+  add(first);
   for (size_t looked = 0; fuses && next != from.end() && looked < kLookAhead; ++looked) {
     Call& call = *next++;
     const bool same_ranks =
@@ -297,11 +325,15 @@ void Coordinator::State::emit_data(ProcessSet& set, CallList& from, TimePoint no
     }
     bytes += call.bytes;
     name_bytes += call.name.size();
-    take(call, entry, now);
+    add(call);
   }
   if (entry.items.size() > 1) counters.fused_tensors += counters.tensors - tensors_before;
-  ++set.in_flight;
-  flights.push_back({next_seq, set.uid, entry.contributors.front()});
+  if (carries) {
+    for (const std::string& payload : payloads) entry.terms += payload;
+  } else {
+    ++set.in_flight;
+    flights.push_back({next_seq, set.uid, entry.contributors.front()});
+  }
   emit(std::move(entry));
 }
 

@@ -23,10 +23,14 @@ std::span<const std::byte> bytes_of(const std::string& s) {
   return std::as_bytes(std::span(s.data(), s.size()));
 }
 
+// What the wire can carry of it.
+uint64_t inline_bytes(const Plan& plan) { return std::min<uint64_t>(plan.inline_bytes, kMaxTerms); }
+
 CoordinatorOptions coordinator_options(const ProgressOptions& o) {
   CoordinatorOptions c;
   c.names = o.names;
   c.fusion_threshold_bytes = o.plan.fusion_threshold_bytes;
+  c.inline_bytes = inline_bytes(o.plan);
   c.cache_capacity = o.plan.cache_capacity;
   c.join_all_ops = o.plan.join_all_ops != 0;
   c.disable_group_fusion = o.plan.disable_group_fusion != 0;
@@ -78,7 +82,13 @@ void Progress::submit(LocalCallPtr call, TimePoint now) {
   const LocalCall& it = *call;
   last_name_ = it.request.name;
   last_site_ = it.site;
-  say(announcer_.announce(std::move(call), it.request, it.blocked), now);
+  // What nobody waits for is better fused and sent as a whole. A set that was removed is known to
+  // be so here before it is in submit().
+  std::string payload;
+  if (const auto set = sets_.find(it.request.set); it.blocked && set != sets_.end()) {
+    payload = payload_of(it, set->second.size(), inline_bytes(plan_));
+  }
+  say(announcer_.announce(std::move(call), it.request, it.blocked, std::move(payload)), now);
 }
 
 void Progress::blocked(const LocalCall& call, TimePoint now) {
@@ -103,7 +113,7 @@ void Progress::say(Item item, TimePoint now) {
     coordinate_ = true;
     return;
   }
-  std::visit([&](auto& it) { encode(std::move(it), rank_, peers_[kCoordinator].out); }, item);
+  encode_item(item, rank_, peers_[kCoordinator].out);
 }
 
 // ---- The pass ---------------------------------------------------------------------------------
@@ -199,25 +209,26 @@ bool Progress::coordinate(TimePoint now) {
   if (coordinator_ == nullptr) return false;
   if (!coordinate_ && now < coordinator_->next_deadline()) return false;
   coordinate_ = false;
-  std::vector<Outgoing> outgoing;
-  coordinator_->decide(now, outgoing, log_);
-  for (Outgoing& o : outgoing) {
-    bool for_me = false;
-    frame_.clear();
-    for (const int32_t to : o.to) {
-      if (to == rank_) {
-        for_me = true;
-        continue;
-      }
-      if (frame_.empty()) {
-        std::visit([&](const auto& d) { encode(Message(d), to, frame_); }, o.decision);
-      }
-      readdress(frame_, to);
-      peers_[to].out += frame_;
-    }
+  outgoing_.clear();
+  coordinator_->decide(now, outgoing_, log_);
+  if (outgoing_.empty()) return false;
+  for (const Outgoing& o : outgoing_) send(o);
+  flush_control();  // the others wait for nothing that this rank does with the decisions
+  for (Outgoing& o : outgoing_) {
+    const bool for_me = std::find(o.to.begin(), o.to.end(), rank_) != o.to.end();
     if (for_me) receive(std::move(o.decision), now);
   }
-  return !outgoing.empty();
+  return true;
+}
+
+void Progress::send(const Outgoing& outgoing) {
+  frame_.clear();
+  for (const int32_t to : outgoing.to) {
+    if (to == rank_) continue;
+    if (frame_.empty()) encode_decision(outgoing.decision, to, frame_);
+    readdress(frame_, to);
+    peers_[to].out += frame_;
+  }
 }
 
 // ---- Decisions --------------------------------------------------------------------------------
@@ -259,6 +270,7 @@ void Progress::receive_entry(Entry&& entry) {
   ++counters_.entries;
   counters_.calls += calls.size();
   if (calls.size() > 1) counters_.fused_calls += calls.size();
+  if (!entry.terms.empty()) return reduce_inline(entry, calls);
   std::vector<int32_t> members = sets_.at(entry.set);
   running_.push_back({std::move(entry), std::move(calls), std::move(members), nullptr});
 }
@@ -278,6 +290,16 @@ void Progress::finish_control(const Entry& entry, const LocalCallPtr& call) {
     announcer_.forget_set(uid);
   }
   complete(call, {});
+}
+
+// All terms have come with the entry.
+void Progress::reduce_inline(const Entry& entry, const std::vector<LocalCallPtr>& calls) {
+  ++counters_.inline_entries;
+  std::vector<Arguments*> arguments;
+  for (const LocalCallPtr& call : calls) arguments.push_back(call.get());
+  reduce_payloads(arguments, sets_.at(entry.set).size(), entry.contributors.size(),
+                  bytes_of(entry.terms), mesh_.kernels());
+  for (const LocalCallPtr& call : calls) complete(call, {});
 }
 
 // ---- Entries in flight ------------------------------------------------------------------------

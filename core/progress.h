@@ -32,6 +32,7 @@ struct Plan {
   uint64_t segment_bytes = 1ull << 20;
   uint64_t outbox_bytes = 8ull << 20;
   uint64_t direct_bytes = 16ull << 10;
+  uint64_t inline_bytes = 4ull << 10;  // of terms that travel inside the negotiation
   uint64_t cache_capacity = 64ull << 10;
   uint64_t join_all_ops = 0;  // 0 or 1, as the next
   uint64_t disable_group_fusion = 0;
@@ -50,6 +51,7 @@ inline constexpr std::array kPlanFields{
     PlanField{"segment_bytes", &Plan::segment_bytes},
     PlanField{"outbox_bytes", &Plan::outbox_bytes},
     PlanField{"direct_bytes", &Plan::direct_bytes},
+    PlanField{"inline_bytes", &Plan::inline_bytes},
     PlanField{"cache_capacity", &Plan::cache_capacity},
     PlanField{"join_all_ops", &Plan::join_all_ops},
     PlanField{"disable_group_fusion", &Plan::disable_group_fusion},
@@ -118,13 +120,16 @@ class Progress {
   bool flush();                        // whether all control messages have gone out
 
   // Calls that ended since the last time, in the order in which they ended.
-  std::vector<LocalCallPtr> take_completed() { return std::move(completed_); }
+  void take_completed(std::vector<LocalCallPtr>& calls) {
+    calls.clear();
+    calls.swap(completed_);
+  }
   std::vector<LogLine> take_log() { return std::move(log_); }
   const std::map<uint32_t, std::vector<int32_t>>& sets() const { return sets_; }
   Transport& transport() { return *transport_; }
 
   struct Counters {
-    uint64_t entries = 0, calls = 0, fused_calls = 0, passes = 0;
+    uint64_t entries = 0, inline_entries = 0, calls = 0, fused_calls = 0, passes = 0;
   };
   const Counters& counters() const { return counters_; }
   Coordinator::Counters coordinator_counters() const;
@@ -142,11 +147,13 @@ class Progress {
   bool read_control(TimePoint now);
   void handle(int32_t from, Frame&& frame, TimePoint now);
   bool coordinate(TimePoint now);
+  void send(const Outgoing& outgoing);
   void receive(Decision&& decision, TimePoint now);
   void receive_entry(Entry&& entry);
   Located answer(const Locate& question);
   void finish_control(const Entry& entry, const LocalCallPtr& call);
   bool advance_running();
+  void reduce_inline(const Entry& entry, const std::vector<LocalCallPtr>& calls);
   void start(Running& running);
   void finish(Running& running, TimePoint now);
   bool flush_control();
@@ -165,8 +172,9 @@ class Progress {
   Mesh mesh_;
   Announcer<LocalCallPtr> announcer_;
   std::unique_ptr<Coordinator> coordinator_;  // on rank 0
-  std::string frame_;                         // scratch of coordinate()
-  bool coordinate_ = false;                   // something was received since it last decided
+  std::vector<Outgoing> outgoing_;            // scratch of coordinate(), as the next
+  std::string frame_;
+  bool coordinate_ = false;  // something was received since it last decided
 
   std::map<uint32_t, std::vector<int32_t>> sets_;  // uid -> members
   std::deque<Running> running_;                    // agreed, in the global order

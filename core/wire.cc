@@ -52,6 +52,10 @@ class Writer {
     bytes(value);
   }
   void text(std::string_view value) { bytes(cut(value, kMaxText)); }
+  void data(std::string_view value) {
+    if (value.size() > kMaxTerms) refuse(std::to_string(value.size()) + " bytes of data");
+    bytes(value);
+  }
   template <class T, class Each>
   void list(const std::vector<T>& values, size_t limit, size_t, Each each) {
     if (values.size() > limit) refuse("a list of " + std::to_string(values.size()) + " elements");
@@ -93,6 +97,7 @@ class Reader {
   }
   void name(std::string& value) { bytes(value, kMaxName); }
   void text(std::string& value) { bytes(value, kMaxText); }
+  void data(std::string& value) { bytes(value, kMaxTerms); }
   // `least`: the fewest bytes an element can take, so that no count makes us allocate more than a
   // small multiple of what was received.
   template <class T, class Each>
@@ -196,12 +201,14 @@ void fields(Ar& ar, M& m) {
   fields(ar, m.request);
   ar.flag(m.blocked);
   ar.number(m.resends);
+  ar.data(m.payload);
 }
 
 template <class Ar, Like<AnnounceCached> M>
 void fields(Ar& ar, M& m) {
   ar.number(m.id);
   ar.flag(m.blocked);
+  ar.data(m.payload);
 }
 
 template <class Ar, Like<Blocked> M>
@@ -252,6 +259,7 @@ void fields(Ar& ar, M& m) {
   fields(ar, m.status);
   ar.number(m.value);
   ar.list(m.ranks, kMaxRanks, 4, kNumber);
+  ar.data(m.terms);
   if constexpr (Ar::kReads) {
     check_ranks(m.contributors);
     check_ranks(m.ranks);
@@ -280,23 +288,34 @@ void fields(Ar& ar, M& m) {
   fields(ar, m.status);
 }
 
+constexpr std::make_index_sequence<std::variant_size_v<Message>> kTypes;
+
 // The type code of a message is its place in the variant.
+template <class M, size_t... I>
+constexpr uint8_t type_of(std::index_sequence<I...>) {
+  return static_cast<uint8_t>(
+      ((std::same_as<M, std::variant_alternative_t<I, Message>> ? I : 0) + ...));
+}
 template <size_t... I>
 void read_as(size_t type, Reader& reader, Message& message, std::index_sequence<I...>) {
   const bool known = ((type == I && (fields(reader, message.template emplace<I>()), true)) || ...);
   if (!known) refuse("an unknown type " + std::to_string(type));
 }
 
-}  // namespace
-
-void encode(const Message& message, int32_t rank, std::string& out) {
+// A message of any of the variants.
+template <class Variant>
+void append(const Variant& message, int32_t rank, std::string& out) {
   const size_t start = out.size();
   try {
     Writer writer(out);
     writer.number(uint32_t{0});
     writer.number(rank);
-    writer.number(static_cast<uint8_t>(message.index()));
-    std::visit([&](const auto& m) { fields(writer, m); }, message);
+    std::visit(
+        [&]<class M>(const M& m) {
+          writer.number(type_of<M>(kTypes));
+          fields(writer, m);
+        },
+        message);
     const size_t bytes = out.size() - start - sizeof(uint32_t);
     if (bytes > kMaxFrame) refuse("a frame of " + std::to_string(bytes) + " bytes");
     const auto length = static_cast<uint32_t>(bytes);
@@ -305,6 +324,14 @@ void encode(const Message& message, int32_t rank, std::string& out) {
     out.resize(start);
     throw;
   }
+}
+
+}  // namespace
+
+void encode(const Message& message, int32_t rank, std::string& out) { append(message, rank, out); }
+void encode_item(const Item& item, int32_t rank, std::string& out) { append(item, rank, out); }
+void encode_decision(const Decision& decision, int32_t rank, std::string& out) {
+  append(decision, rank, out);
 }
 
 void readdress(std::string& frame, int32_t rank) {
@@ -322,7 +349,7 @@ bool decode(std::span<const std::byte>& bytes, Frame& frame) {
   uint8_t type = 0;
   reader.number(frame.rank);
   reader.number(type);
-  read_as(type, reader, frame.message, std::make_index_sequence<std::variant_size_v<Message>>());
+  read_as(type, reader, frame.message, kTypes);
   reader.end();
   bytes = bytes.subspan(sizeof length + length);
   return true;

@@ -18,7 +18,8 @@
 namespace horovod {
 
 inline constexpr size_t kMaxName = 64 << 10;
-inline constexpr size_t kMaxText = 64 << 10;  // longer texts are cut by encode()
+inline constexpr size_t kMaxText = 64 << 10;   // longer texts are cut by encode()
+inline constexpr size_t kMaxTerms = 64 << 10;  // bytes of an Entry's
 inline constexpr size_t kMaxDims = 255;
 inline constexpr size_t kMaxTensors = 1 << 20;  // in one grouped call
 inline constexpr size_t kMaxRanks = 1 << 20;
@@ -49,16 +50,19 @@ struct Request {
 
 // ---- Up: from a rank to the coordinator -------------------------------------------------------
 
-// `blocked`: a caller of this rank waits for it.
+// `blocked`: a caller of this rank waits for it. `payload`: what its tensors hold, end to end, if
+// the call is so small that the terms of all may come back with the entry; else empty.
 struct Announce {  // the first time, or whenever anything but dim 0 of gathers changed
   Request request;
   bool blocked = false;
   uint64_t resends = 0;  // the id of the Resend that this answers
+  std::string payload;
   bool operator==(const Announce&) const = default;
 };
 struct AnnounceCached {  // an abbreviation of the Request that an Entry gave this id
   uint64_t id = 0;
   bool blocked = false;
+  std::string payload;
   bool operator==(const AnnounceCached&) const = default;
 };
 struct Blocked {  // a caller now waits for something announced before
@@ -109,6 +113,8 @@ struct Entry {
   Status status;               // not ok: an error entry; every contributor's call fails with it
   int64_t value = 0;           // Join: who joined last. AddSet, RemoveSet: the uid
   std::vector<int32_t> ranks;  // AddSet: the members
+  // The payloads of all items, end to end, of each contributor in turn: then no data has to follow.
+  std::string terms;
   bool operator==(const Entry&) const = default;
 };
 struct Resend {  // the coordinator no longer knows this id: announce the call in full
@@ -141,6 +147,8 @@ using Message = std::variant<Announce, AnnounceCached, Blocked, Reject, Done, Le
 // item and the destination of a decision, so that a host's leader can pass frames on. Throws
 // Error(InvalidArgument) for what no decode() would take, and leaves `out` as it was.
 void encode(const Message& message, int32_t rank, std::string& out);
+void encode_item(const Item& item, int32_t rank, std::string& out);
+void encode_decision(const Decision& decision, int32_t rank, std::string& out);
 
 // Gives an encoded frame another rank: a decision is encoded once for all its destinations.
 void readdress(std::string& frame, int32_t rank);

@@ -206,8 +206,45 @@ MUTATIONS = [
     Mutation(
         "an answer doesn't say what it answers",
         "announcer.h",
-        "return Announce{*open->request, open->blocked, id};",
-        "return Announce{*open->request, open->blocked, 0};",
+        "return Announce{*open->request, open->blocked, id, {}};",
+        "return Announce{*open->request, open->blocked, 0, {}};",
+    ),
+    # Terms.
+    Mutation(
+        "terms are mixed up",
+        "order.cc",
+        "*payload++ += voice.payload;",
+        "*payload += voice.payload;",
+    ),
+    Mutation(
+        "terms without a limit",
+        "order.cc",
+        "terms_bytes <= options.inline_bytes;",
+        "true;",
+    ),
+    Mutation(
+        "the first calls' terms do",
+        "order.cc",
+        "carries = carries && call",
+        "carries = call",
+    ),
+    Mutation(
+        "a payload may be missing",
+        "order.cc",
+        "if (voice.payload.size() != bytes.value_or(voice.payload.size())) return 0;",
+        "if (voice.payload.empty()) continue;",
+    ),
+    Mutation(
+        "what was said too early loses its payload",
+        "coordinator.cc",
+        "said.blocked, {}, std::move(said.payload)}",
+        "said.blocked, {}, {}}",
+    ),
+    Mutation(
+        "an entry with its terms never ends",
+        "order.cc",
+        "for (const std::string& payload : payloads) entry.terms += payload;",
+        "for (const std::string& payload : payloads) entry.terms += payload;\n    ++set.in_flight;",
     ),
     # Sets.
     Mutation(

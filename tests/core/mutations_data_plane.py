@@ -44,6 +44,7 @@ TESTS = {  # name: what to build and what to run
     "mesh": ("mesh_test", ["build/mesh_test"]),
     "shm": ("shm_test", ["build/shm_test"]),
     "ranks": ("ranks_test", ["build/ranks_test"]),
+    "inline": ("inline_test", ["build/inline_test"]),
     "conformance": ("_core", python(CONFORMANCE, "-k", "tiny and (2 or 3)")),
     "engine": ("_core", python("tests/core/test_engine.py")),
     "ends": ("_core", python("tests/core/test_engine_ends.py", "-k", "plan")),
@@ -71,6 +72,28 @@ MUTATIONS = [
         "bytes / info(dtype).size);",
         "bytes / info(dtype).size - (!terms_.empty() && slots_[0] != nullptr && bytes > 64));",
         "conformance",
+    ),
+    # Terms that come with their entry.
+    Mutation(
+        "every tensor of a group folds the first one's terms",
+        "collective.cc",
+        "for (const std::byte*& term : next) term += bytes;",
+        "",
+        "inline",
+    ),
+    Mutation(
+        "Average divides by the contributors",
+        "collective.cc",
+        "FoldSpec spec = fold_of(*call, members);",
+        "FoldSpec spec = fold_of(*call, contributors);",
+        "inline",
+    ),
+    Mutation(
+        "Adasum is folded",
+        "collective.cc",
+        "return call.kind == OpKind::Allreduce && call.op != ReduceOp::Adasum;",
+        "return call.kind == OpKind::Allreduce;",
+        "inline",
     ),
     # Schedules.
     Mutation(
@@ -184,8 +207,8 @@ MUTATIONS = [
     Mutation(
         "an average divides by those who took part",
         "collective.cc",
-        "static_cast<uint32_t>(group.members.size()) : 1",
-        "static_cast<uint32_t>(group.contributors.size()) : 1",
+        "fold_of(*calls_.front(), group_.members.size())",
+        "fold_of(*calls_.front(), group_.contributors.size())",
         "engine",
     ),
     Mutation(

@@ -51,8 +51,8 @@ class Lab {
       : size_(size), coordinator_(options(size, change)) {}
 
   void say(int32_t rank, Item item) { coordinator_.receive(rank, std::move(item), now_); }
-  void announce(int32_t rank, Request request, bool blocked = true) {
-    say(rank, Announce{std::move(request), blocked, 0});
+  void announce(int32_t rank, Request request, bool blocked = true, std::string payload = {}) {
+    say(rank, Announce{std::move(request), blocked, 0, std::move(payload)});
   }
   void all_announce(const Request& request, bool blocked = true) {
     for (int32_t rank = 0; rank < size_; ++rank) announce(rank, request, blocked);

@@ -202,7 +202,7 @@ void ids_of_a_removed_set_are_unknown() {
   lab.done(entry);
   lab.all_announce(remove_call(static_cast<int32_t>(set)));
   lab.good_entry();
-  lab.say(0, AnnounceCached{entry.items[0].id, true});
+  lab.say(0, AnnounceCached{entry.items[0].id, true, {}});
   CHECK(std::holds_alternative<Resend>(lab.decide().at(0).decision));
 }
 

@@ -225,12 +225,12 @@ void an_id_replaces_the_name_once_all_use_it() {
   const uint64_t id = first.items[0].id;
   CHECK(id != 0);
   CHECK_EQ(first.items[0].name, "x");
-  lab.say(0, AnnounceCached{id, true});
+  lab.say(0, AnnounceCached{id, true, {}});
   lab.announce(1, call("x"));
   const Entry second = lab.good_entry();
   CHECK_EQ(second.items[0].id, id);
   CHECK_EQ(second.items[0].name, "x");  // rank 1 didn't use the id
-  for (int32_t rank : {0, 1}) lab.say(rank, AnnounceCached{id, true});
+  for (int32_t rank : {0, 1}) lab.say(rank, AnnounceCached{id, true, {}});
   const Entry third = lab.good_entry();
   CHECK_EQ(third.items[0].id, id);
   CHECK_EQ(third.items[0].name, "");
@@ -243,7 +243,7 @@ void a_changed_call_gets_a_new_id() {
   const uint64_t changed = lab.run(call("x", OpKind::Allreduce, {5})).items[0].id;
   CHECK(changed > id);
   CHECK(lab.run(call("x")).items[0].id > changed);
-  lab.say(0, AnnounceCached{id, true});  // gone
+  lab.say(0, AnnounceCached{id, true, {}});  // gone
   const auto out = lab.decide();
   CHECK_EQ(std::get<Resend>(out.at(0).decision).id, id);
 }
@@ -251,7 +251,7 @@ void a_changed_call_gets_a_new_id() {
 void a_cached_id_is_only_an_abbreviation() {
   Lab lab(2);
   const uint64_t id = lab.run(call("x")).items[0].id;
-  lab.say(0, AnnounceCached{id, true});
+  lab.say(0, AnnounceCached{id, true, {}});
   lab.announce(1, call("x", OpKind::Allreduce, {5}));
   CHECK(contains(lab.error().text, "shape: rank 0 sent [4], rank 1 [5]"));
 }
@@ -272,8 +272,8 @@ void an_evicted_id_is_asked_for_in_full() {
   const uint64_t y = lab.run(call("y")).items[0].id;
   lab.run(call("x"));
   lab.run(call("z"));  // y is the one longest without an entry
-  lab.say(0, AnnounceCached{x, true});
-  lab.say(0, AnnounceCached{y, true});
+  lab.say(0, AnnounceCached{x, true, {}});
+  lab.say(0, AnnounceCached{y, true, {}});
   const auto out = lab.decide();
   CHECK_EQ(out.size(), 1u);
   CHECK((out[0].to == Ranks{0}));
@@ -288,12 +288,12 @@ void a_join_waits_for_calls_that_are_resent() {
   const uint64_t x = lab.run(call("x")).items[0].id;
   lab.run(call("y"));
   lab.announce(1, call("x"));
-  lab.say(0, AnnounceCached{x, false});
+  lab.say(0, AnnounceCached{x, false, {}});
   CHECK(std::holds_alternative<Resend>(lab.decide().at(0).decision));
   lab.announce(0, join_call(), false);
   lab.say(0, Blocked{0, "join"});
   lab.silent();  // rank 0 takes part in x
-  lab.say(0, Announce{call("x"), false, x});
+  lab.say(0, Announce{call("x"), false, x, {}});
   CHECK((lab.good_entry().contributors == Ranks{0, 1}));
   lab.announce(1, call("y"));
   CHECK((lab.good_entry().contributors == Ranks{1}));
@@ -302,13 +302,88 @@ void a_join_waits_for_calls_that_are_resent() {
 void an_id_evicted_while_announced_comes_back_as_another() {
   Lab lab(2, [](auto& o) { o.cache_capacity = 1; });
   const uint64_t x = lab.run(call("x")).items[0].id;
-  for (int32_t rank : {0, 1}) lab.say(rank, AnnounceCached{x, false});
+  for (int32_t rank : {0, 1}) lab.say(rank, AnnounceCached{x, false, {}});
   lab.all_announce(call("y", OpKind::Broadcast), false);
   CHECK(names(lab.good_entry()) == Names{"y"});
   lab.wait(1ms);
   const Entry entry = lab.good_entry();
   CHECK(entry.items[0].id > x);
   CHECK_EQ(entry.items[0].name, "x");
+}
+
+// ---- Terms -------------------------------------------------------------------------------------
+
+void carries(CoordinatorOptions& options) { options.inline_bytes = 8; }
+
+void an_entry_carries_what_all_have_sent() {
+  Lab lab(2, carries);
+  lab.announce(1, call("x"), true, "beta");
+  lab.announce(0, call("x"), true, "alfa");
+  const Entry first = lab.good_entry();
+  CHECK_EQ(first.terms, "alfabeta");
+  for (int32_t rank : {1, 0}) {
+    lab.say(rank, AnnounceCached{first.items[0].id, true, rank == 0 ? "a" : "b"});
+  }
+  CHECK_EQ(lab.good_entry().terms, "ab");
+}
+
+void an_entry_without_data_is_not_in_flight() {
+  Lab lab(2, carries);
+  for (int i = 0; i < 5; ++i) {
+    for (int32_t rank : {0, 1}) lab.announce(rank, call("x"), true, "abcd");
+    CHECK_EQ(lab.good_entry().terms.size(), 8u);  // nobody has said Done
+  }
+}
+
+void terms_are_complete_and_small_or_left_out() {
+  for (const auto& [of_0, of_1] :
+       {std::pair("abcd", ""), {"", "abcd"}, {"abc", "abcd"}, {"abcde", "abcde"}, {"", ""}}) {
+    Lab lab(2, carries);
+    lab.announce(0, call("x"), true, of_0);
+    lab.announce(1, call("x"), true, of_1);
+    const Entry entry = lab.good_entry();
+    CHECK_EQ(entry.terms, "");
+    lab.done(entry);
+  }
+  Lab none(2);
+  for (int32_t rank : {0, 1}) none.announce(rank, call("x"), true, "a");
+  CHECK_EQ(none.good_entry().terms, "");
+}
+
+void fused_calls_carry_all_terms_or_none() {
+  const auto fuse = [](const std::string& payload_of_b) {
+    Lab lab(2, carries);
+    for (int32_t rank : {0, 1}) {
+      lab.announce(rank, call("a"), false, rank == 0 ? "A0" : "A1");
+      lab.announce(rank, call("b"), false, payload_of_b);
+    }
+    lab.wait(1ms);
+    Entry entry = lab.good_entry();
+    CHECK_EQ(entry.items.size(), 2u);
+    return entry.terms;
+  };
+  CHECK_EQ(fuse("bb"), "A0bbA1bb");
+  CHECK_EQ(fuse("bbb"), "");  // of both more than may be
+  CHECK_EQ(fuse(""), "");
+}
+
+void terms_are_those_of_the_contributors() {
+  Lab lab(3, carries);
+  lab.announce(1, join_call(), false);
+  lab.announce(2, call("x"), true, "22");
+  lab.announce(0, call("x"), true, "00");
+  const Entry entry = lab.good_entry();
+  CHECK((entry.contributors == Ranks{0, 2}));
+  CHECK_EQ(entry.terms, "0022");
+}
+
+void a_disagreement_carries_nothing() {
+  Lab lab(2, carries);
+  lab.announce(0, call("x"), true, "aaaa");
+  lab.announce(1, call("x", OpKind::Allreduce, {5}), true, "bbbb");
+  const Entry entry = lab.entry();
+  CHECK(entry.status.kind == ErrorKind::Mismatch);
+  CHECK_EQ(entry.terms, "");
 }
 
 }  // namespace
@@ -341,4 +416,10 @@ int main() {
   an_evicted_id_is_asked_for_in_full();
   a_join_waits_for_calls_that_are_resent();
   an_id_evicted_while_announced_comes_back_as_another();
+  an_entry_carries_what_all_have_sent();
+  an_entry_without_data_is_not_in_flight();
+  terms_are_complete_and_small_or_left_out();
+  fused_calls_carry_all_terms_or_none();
+  terms_are_those_of_the_contributors();
+  a_disagreement_carries_nothing();
 }

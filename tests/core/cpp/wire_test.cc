@@ -97,6 +97,7 @@ Entry random_entry(Rng& rng) {
   e.status = random_status(rng);
   e.value = static_cast<int64_t>(rng());
   e.ranks = random_ascending(rng);
+  e.terms = random_string(rng, 50);
   return e;
 }
 
@@ -104,9 +105,9 @@ Message random_message(Rng& rng, size_t type) {
   const auto set = static_cast<uint32_t>(rng());
   switch (type) {
     case 0:
-      return Announce{random_request(rng), coin(rng), rng()};
+      return Announce{random_request(rng), coin(rng), rng(), random_string(rng, 20)};
     case 1:
-      return AnnounceCached{rng(), coin(rng)};
+      return AnnounceCached{rng(), coin(rng), random_string(rng, 20)};
     case 2:
       return Blocked{set, random_string(rng, 30)};
     case 3:
@@ -299,11 +300,11 @@ void values_the_core_relies_on_are_checked() {
   Request request;
   request.name = "x";
   request.tensors = {{DType::Float32, {-1}}};
-  refused(Announce{request, false});
+  refused(Announce{request, false, 0, {}});
   request.tensors = {{DType::Float64, {int64_t{1} << 30, int64_t{1} << 30}}};
-  refused(Announce{request, false});
+  refused(Announce{request, false, 0, {}});
   request.tensors = {{DType::UInt8, Shape(kMaxDims + 1, 1)}};
-  refused(Announce{request, false});
+  refused(Announce{request, false, 0, {}});
   Entry entry;
   for (std::vector<int32_t> ranks : {std::vector<int32_t>{1, 1}, {2, 1}, {-1}, {1 << 20}}) {
     entry.contributors = ranks;
@@ -314,6 +315,7 @@ void values_the_core_relies_on_are_checked() {
     entry.ranks.clear();
   }
   refused(Blocked{0, std::string(kMaxName + 1, 'x')});
+  refused(AnnounceCached{1, false, std::string(kMaxTerms + 1, 'x')});
 }
 
 void long_texts_are_cut_between_characters() {
@@ -330,7 +332,7 @@ void a_frame_too_long_is_neither_sent_nor_awaited() {
   Request request;
   request.name = "x";
   request.tensors.assign(kMaxTensors, {DType::UInt8, Shape(8, 1)});
-  refused(Announce{request, false});
+  refused(Announce{request, false, 0, {}});
   const uint32_t length = kMaxFrame + 1;
   std::string text(sizeof length, '\0');
   std::memcpy(text.data(), &length, sizeof length);

@@ -51,7 +51,8 @@ class Oracle {
     }
     if (const auto* cached = std::get_if<AnnounceCached>(&item)) {
       require(ids_.contains(cached->id), "an announced id was in an entry");
-      return utter(rank, {ids_.at(cached->id), cached->id, false, cached->blocked, now});
+      return utter(rank,
+                   {ids_.at(cached->id), cached->id, false, cached->blocked, now, cached->payload});
     }
     if (const auto* reject = std::get_if<Reject>(&item)) {
       Utterance u;
@@ -156,6 +157,7 @@ class Oracle {
     bool rejected = false;
     bool blocked = false;
     TimePoint since;
+    std::string payload;
   };
   using Key = std::pair<uint32_t, std::string>;
   // By rank, what it said under a name and got no entry for; the first of each is this round.
@@ -281,7 +283,7 @@ class Oracle {
 
   // What concerns all ranks doesn't overtake calls that were asked for again.
   void heard_in_full(int32_t rank, const Announce& announce, TimePoint now) {
-    const Utterance said{announce.request, 0, false, announce.blocked, now};
+    const Utterance said{announce.request, 0, false, announce.blocked, now, announce.payload};
     const bool for_all = announce.request.kind == OpKind::Join ||
                          announce.request.kind == OpKind::AddSet ||
                          announce.request.kind == OpKind::RemoveSet;
@@ -469,12 +471,34 @@ class Oracle {
 
   // ---- Entries that run ----
 
+  // What the contributors of an entry sent with its calls.
+  struct Terms : std::vector<std::string> {
+    using vector::vector;
+    bool complete = true;
+
+    std::string carried(uint64_t most) const {
+      std::string all;
+      for (const std::string& payload : *this) all += payload;
+      return complete && all.size() <= most ? all : "";
+    }
+  };
+
+  static void collect(const Entry& entry, const Voices& voices, Terms& terms) {
+    const size_t bytes = front(voices, entry.contributors.front())->payload.size();
+    for (size_t i = 0; i < terms.size(); ++i) {
+      const std::string& payload = front(voices, entry.contributors[i])->payload;
+      terms.complete = terms.complete && bytes > 0 && payload.size() == bytes;
+      terms[i] += payload;
+    }
+  }
+
   void emitted_good(const Entry& entry) {
     const auto set = sets_.find(entry.set);
     require(set != sets_.end(), "an entry is for a set that exists");
     require(!entry.items.empty(), "an entry has a call");
     std::vector<Request> requests;
     uint64_t bytes = 0;
+    Terms terms(entry.contributors.size());
     for (const EntryItem& item : entry.items) {
       const Key key{entry.set, item.name.empty() && ids_.contains(item.id) ? ids_.at(item.id).name
                                                                            : item.name};
@@ -483,14 +507,17 @@ class Oracle {
       Voices& voices = calls_[key];
       requests.push_back(check_round(what, entry, set->second, voices));
       check_id(what, entry, item, requests.back(), voices);
+      collect(entry, voices, terms);
       end_round(voices, entry.contributors);
       for (const TensorSpec& tensor : requests.back().tensors) {
         bytes += align_up(count_of(tensor.shape) * info(tensor.dtype).size);
       }
     }
     check_fusion(requests, bytes);
+    require(entry.terms == terms.carried(options_.inline_bytes),
+            "an entry carries the terms of all contributors in turn, or none");
     const uint32_t uid = entry.set;
-    if (info(entry.kind).moves_data) {
+    if (info(entry.kind).moves_data && entry.terms.empty()) {
       require(++in_flight_[uid] <= 2, "at most two entries of a set are in flight");
       reporters_[entry.seq] = {uid, entry.contributors.front()};
     }

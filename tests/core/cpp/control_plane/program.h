@@ -85,6 +85,7 @@ class Generator {
     o.cache_capacity = one_of<size_t>(rng_, {0, 1, 2, 3, 8, 64, 64});
     o.fusion_threshold_bytes = one_of<uint64_t>(rng_, {0, 64, 256, 1024, 1 << 20, 1 << 20});
     o.max_entry_bytes = one_of<uint64_t>(rng_, {128, 512, 4096, 1 << 20});
+    o.inline_bytes = one_of<uint64_t>(rng_, {0, 32, 256, 256});
     o.flush_bytes = one_of<uint64_t>(rng_, {64, 512, 4096, 1 << 20});
     o.join_all_ops = percent(rng_, 30);
     o.disable_group_fusion = percent(rng_, 30);

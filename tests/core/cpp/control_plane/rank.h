@@ -121,9 +121,10 @@ class SimRank {
     }
   }
 
-  // Whether the entry that comes first moves data, so that it needs all contributors.
+  // Whether the data of the entry that comes first has to move, so that it needs all contributors.
   bool first_moves_data() const {
-    return queue.front().status.ok() && info(queue.front().kind).moves_data;
+    const Entry& entry = queue.front();
+    return entry.status.ok() && info(entry.kind).moves_data && entry.terms.empty();
   }
 
  private:
@@ -152,8 +153,23 @@ class SimRank {
     pending.request = std::move(request);
     pending.adds = step.adds;
     last_name_ = key.second;
-    say_item(announcer_.announce(key, pending.request, step.sync));
+    say_item(announcer_.announce(key, pending.request, step.sync, payload(step, pending.request)));
     if (step.sync) stop(key);
+  }
+
+  // Of as many bytes on every rank that sends one for this call, and different each time. Who
+  // doesn't wait sends some too, so that entries of several calls carry terms.
+  std::string payload(const Step& step, const Request& request) {
+    if (request.kind != OpKind::Allreduce) return {};
+    if (!step.sync && request.name.back() % 2 == 0) return {};
+    uint64_t bytes = 0;
+    for (const TensorSpec& tensor : request.tensors) {
+      bytes += count_of(tensor.shape) * info(tensor.dtype).size;
+    }
+    if (bytes > kMostPayload) return {};
+    std::string text = std::to_string(rank_) + "." + std::to_string(++payloads_);
+    text.resize(bytes, ' ');
+    return text;
   }
 
   void wait(const Key& key) {
@@ -230,6 +246,8 @@ class SimRank {
     }
   }
 
+  static constexpr uint64_t kMostPayload = 64;
+
   int32_t rank_;
   const Script& script_;
   uint64_t plan_hash_;
@@ -244,6 +262,7 @@ class SimRank {
   uint64_t last_seq_ = 0;
   std::string last_name_;
   size_t errors_ = 0;
+  size_t payloads_ = 0;
 };
 
 }  // namespace horovod::sim
