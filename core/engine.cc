@@ -27,6 +27,10 @@ using Clock = std::chrono::steady_clock;
 // processes 100 us after 10 us of yields, 64 us after 60, 74 and 61 us after 150 and 400; 4
 // processes lost from some 300 us on.
 constexpr auto kPatience = std::chrono::microseconds(100);
+// A yield that takes less than kSwitch found nobody who wanted the core; the next one, which is a
+// system call, can wait for kSpin.
+constexpr auto kSwitch = std::chrono::microseconds(1);
+constexpr auto kSpin = std::chrono::microseconds(5);
 constexpr auto kSlice = std::chrono::milliseconds(100);  // then a driver hands over
 constexpr uint64_t kUrgentBytes = 256 << 10;  // submitted bytes that wake a sleeping driver
 constexpr auto kLazyWake = std::chrono::microseconds(500);  // or this long after the first of them
@@ -52,6 +56,15 @@ class DefaultFloatingPoint {
   uint64_t saved_;
 #endif
 };
+
+// Leaves the core's other hardware thread more of it for a moment.
+void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb");
+#endif
+}
 
 int64_t ns(TimePoint t) { return t.time_since_epoch().count(); }
 
@@ -420,24 +433,33 @@ std::chrono::nanoseconds Engine::until(TimePoint at) const {
   return std::max(std::chrono::nanoseconds(0), std::chrono::nanoseconds(at - Clock::now()));
 }
 
-// Yields for a while and then sleeps: whoever it waits for may need the core.
+// Stays awake for kPatience at most. Whoever it waits for may need the core: while anybody does, it
+// yields between all looks.
+bool Engine::linger() {
+  TimePoint now = now_;
+  TimePoint yields_at = alone_ ? now + kSpin : now;
+  while (now - now_ < kPatience) {
+    if (now < yields_at) {
+      relax();
+      now = Clock::now();
+    } else {
+      const TimePoint before = std::exchange(now, (::sched_yield(), Clock::now()));
+      alone_ = now - before < kSwitch;
+      if (alone_) yields_at = now + kSpin;
+    }
+    if (queued_.load(std::memory_order_acquire) > 0 || !progress_->idle()) return true;
+  }
+  return false;
+}
+
+// Lingers and then sleeps.
 template <typename Done>
 void Engine::drive(Done&& done, TimePoint until_time) {
   awake();
-  TimePoint idle_since = TimePoint::max();
   while (!done()) {
     const bool moved = pass();
     if (now_ >= until_time) return;
-    if (moved) {
-      idle_since = TimePoint::max();
-      continue;
-    }
-    idle_since = std::min(idle_since, now_);
-    if (now_ - idle_since < kPatience) {
-      ::sched_yield();
-      continue;
-    }
-    idle_since = TimePoint::max();
+    if (moved || linger()) continue;
     mute_idle(true);
     if (quiet()) {
       collect(until(std::min(until_time, progress_->next_deadline())));

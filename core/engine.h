@@ -103,7 +103,8 @@ class Engine {
   template <typename Work>
   void guarded(Work&& work);
   void deliver();
-  bool quiet();  // whether the driver may sleep; then it has said that it does
+  bool linger();  // whether something came before the driver lost its patience
+  bool quiet();   // whether the driver may sleep; then it has said that it does
   void awake();
   void collect(std::chrono::nanoseconds timeout);
   template <typename Done>
@@ -129,6 +130,7 @@ class Engine {
   bool moved_ = false;               // driver's: whether its last pass did anything
   Waiter::Ended ended_;              // driver's
   bool failure_reported_ = false;    // driver's
+  bool alone_ = false;               // driver's: nobody else wanted its core when it last yielded
   std::vector<Event> taken_events_;  // scratch of take_events(), as the next
   std::vector<LocalCallPtr> taken_blocked_;
   std::vector<LocalCallPtr> completed_;  // scratch of deliver()
