@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from horovod.common import ops
+from horovod.common.compression import NoneCompressor
 from horovod.common.ops import Call, ReduceOp
 from horovod.common.process_sets import ProcessSet
 from horovod.torch.ops import Compressing
 from horovod.torch.sparse import sparse_allreduce_async
-from horovod.torch.views import IN_PLACE, Staged
+from horovod.torch.views import IN_PLACE, UNCOUNTED, Staged, written
 from horovod.torch.weights import Weights
 from horovod.torch.window import DENSE, Bucket, Slot, check_untouched
 
@@ -66,7 +67,7 @@ def start(
     if bucket.sent[0].layout > DENSE and not options.sparse_as_dense:
         _start_sparse(bucket, name, options.process_set, reduction["reduce_op"])
     else:
-        _start_dense(bucket, name, options.process_set, reduction, carried)
+        _start_dense(bucket, name, options, reduction, carried)
 
 
 def _zeros(slot: Slot) -> torch.Tensor:
@@ -86,12 +87,22 @@ def _zeros(slot: Slot) -> torch.Tensor:
 def _start_dense(
     bucket: Bucket,
     name: str,
-    process_set: ProcessSet,
+    options: Options,
     reduction: dict[str, Any],
     carried: Weights | None,
 ) -> None:
-    slots = bucket.sent
-    with Call(ops.ALLREDUCE, name, process_set, grouped=len(bucket.slots) > 1) as call:
+    slots, grouped = bucket.sent, len(bucket.slots) > 1
+    plain = (
+        None if carried is not None or options.compression is not NoneCompressor else _as_is(slots)
+    )
+    if plain is not None:
+        tensors = plain if grouped else plain[0]
+        kind, members = ops.ALLREDUCE, options.process_set
+        handle = ops.start(UNCOUNTED, kind, tensors, name, members, grouped, **reduction)
+        if handle is not None:
+            bucket.flight = partial(_land_plain, handle, slots, plain)
+            return
+    with Call(ops.ALLREDUCE, name, options.process_set, grouped=grouped) as call:
         packed = [slot.compressor.compress(_dense(slot)) for slot in slots]
         staged = [IN_PLACE.stage(tensor) for tensor, _ in packed]
         if carried is not None:
@@ -106,6 +117,13 @@ def _nothing(result: Any) -> None:
     """What in-place calls give beyond what they have written."""
 
 
+def _land_plain(handle: int, slots: list[Slot], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    ops.synchronize(handle)
+    check_untouched(slots)
+    written(*tensors)
+    return tensors
+
+
 def _land_dense(
     handle: int, slots: list[Slot], staged: list[Staged], packed: list[tuple[torch.Tensor, Any]]
 ) -> list[torch.Tensor]:
@@ -116,6 +134,17 @@ def _land_dense(
         slot.compressor.decompress(tensor, context)
         for slot, tensor, (_, context) in zip(slots, arrived, packed, strict=False)
     ]
+
+
+def _as_is(slots: list[Slot]) -> list[torch.Tensor] | None:
+    """What travels, if none of it has to be made first."""
+    gradients: list[torch.Tensor] = []
+    for slot in slots:
+        gradient = slot.gradient if slot.early is None else slot.early
+        if gradient is None or gradient.layout is not torch.strided:
+            return None
+        gradients.append(gradient)
+    return gradients
 
 
 def _dense(slot: Slot) -> torch.Tensor:

@@ -112,7 +112,7 @@ def _overlaps(tensor: torch.Tensor) -> bool:
     return False
 
 
-def _written(*tensors: torch.Tensor) -> None:
+def written(*tensors: torch.Tensor) -> None:
     """Autograd shall notice if backward needs what the engine has overwritten."""
     try:
         _count_up(tensors)
@@ -123,12 +123,12 @@ def _written(*tensors: torch.Tensor) -> None:
 
 
 def _written_one(tensor: torch.Tensor) -> torch.Tensor:
-    _written(tensor)
+    written(tensor)
     return tensor
 
 
 def _written_all(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    _written(*tensors)
+    written(*tensors)
     return tensors
 
 
@@ -190,6 +190,8 @@ def _form(*, in_place: bool, allocate: Any = None, one: Any = None, group: Any =
 
 IN_PLACE = Way(_form(in_place=True, one=_written_one, group=_written_all), _stage_in_place)
 """The result replaces the input."""
+UNCOUNTED = _form(in_place=True)
+"""As that of IN_PLACE, for who calls `written` himself."""
 TO_NEW = Way(_form(in_place=False, allocate=torch.empty_like), _stage_new)
 """The result is a new tensor of the same shape."""
 TO_ENGINE = Way(_form(in_place=False, one=_allocated, group=_all_allocated), _stage_input)
