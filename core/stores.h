@@ -4,14 +4,16 @@
 // What is best depends on which caches the ranks share, and a virtual machine doesn't say that
 // reliably, nor does it stay so. The time of a single slot doesn't tell either: streaming stores
 // end later than the instructions do, and what a writer saves a reader may pay. So now and then one
-// rank tries both kinds, a stretch of its traffic with each, and compares how long the stretches
-// took, waiting for peers included. The others follow it: they write with the kind of what last
-// came from it, as one side's stores are the other side's misses. The bits are the same with both.
+// rank tries both kinds in turns, a stretch of its traffic with each, and compares how long the
+// stretches took, waiting for peers included. The others follow it: they write with the kind of
+// what last came from it, as one side's stores are the other side's misses. The bits are the same
+// with both.
 #pragma once
 
 #include <array>
 #include <chrono>
 #include <cstdint>
+#include <cstdlib>
 #include <optional>
 #include <string>
 #include <utility>
@@ -22,17 +24,18 @@ namespace horovod {
 
 class StoreChoice {
  public:
-  // Shorter transfers tell what a wake-up costs rather than what a byte does.
-  static constexpr uint64_t kLeastBytes = 512 << 10;
-  // A trial is a stretch with the chosen kind and one with the other. The first part of each
-  // doesn't count: the caches are as the other kind has left them, until an outbox has been filled
-  // once.
-  static constexpr uint64_t kStretchBytes = 16 << 20, kSettleBytes = 8 << 20;
-  // Between two trials; so a sixty-fourth of all bytes is written with what may be the worse kind.
-  static constexpr uint64_t kPauseBytes = 1 << 30;
-  // The other kind has to win so many trials in a row, which follow each other without a pause, as
-  // they cost nothing if it is the better one. Each by a margin: noise doesn't change a choice.
-  static constexpr int kWins = 3;
+  // Of shorter transfers the time tells what a wake-up costs rather than what a byte does.
+  static constexpr uint64_t kLeastBytes = 64 << 10;
+  // A trial is pairs of stretches, one with the chosen kind and one with the other, until one of
+  // the kinds has been the better one in so many pairs more: those that were disturbed decide
+  // nothing. The first part of a stretch doesn't count: slots are where the other kind has left
+  // them, until the outbox has been filled once.
+  static constexpr int kLead = 4;
+  static constexpr uint64_t kStretchBytes = 2 << 20, kSettleBytes = 1 << 20;
+  // Between two trials; so a machine that has changed is noticed after a tenth of a second or so of
+  // traffic, and a thirty-fourth of all bytes is written with what may be the worse kind.
+  static constexpr uint64_t kPauseBytes = 256 << 20;
+  // The other kind has to be better by so much.
   static constexpr double kMargin = 0.95;
 
   // Always `fixed`, if that is given.
@@ -52,7 +55,9 @@ class StoreChoice {
       if (bytes_ >= kPauseBytes) begin(kChosen);
       return;
     }
-    if (settled) totals_[phase_].add(bytes, time);
+    if (!settled) return;
+    stretches_[phase_].bytes += bytes;
+    stretches_[phase_].time += time;
     if (bytes_ < kStretchBytes) return;
     if (phase_ == kChosen) return begin(kOther);
     judge();
@@ -63,20 +68,16 @@ class StoreChoice {
     if (!fixed_) chosen_ = stores;
   }
 
-  // For the log, when trials have changed the choice; else empty.
+  // For the log, when a trial has changed the choice; else empty.
   std::string take_finding() { return std::exchange(finding_, {}); }
 
  private:
   enum Phase : uint8_t { kChosen, kOther, kPause };
 
-  struct Total {
+  struct Stretch {
     uint64_t bytes = 0;
     std::chrono::nanoseconds time{};
 
-    void add(uint64_t more, std::chrono::nanoseconds took) {
-      bytes += more;
-      time += took;
-    }
     double ns_a_byte() const {
       return static_cast<double>(time.count()) / static_cast<double>(bytes);
     }
@@ -92,25 +93,26 @@ class StoreChoice {
   }
 
   void judge() {
-    const auto [chosen, other_one] = std::exchange(totals_, {});
+    const auto [chosen, other_one] = std::exchange(stretches_, {});
     const double before = chosen.ns_a_byte(), after = other_one.ns_a_byte();
-    wins_ = after < kMargin * before ? wins_ + 1 : 0;
-    if (wins_ == kWins) {
-      wins_ = 0;
+    lead_ += after < kMargin * before ? 1 : -1;
+    if (std::abs(lead_) < kLead) return begin(kChosen);
+    if (lead_ > 0) {
       chosen_ = other();
       finding_ = std::string(chosen_ == Stores::Ordinary ? "ordinary" : "streaming") +
                  " stores into slots from now on: a byte takes " + std::to_string(after) +
                  " ns instead of " + std::to_string(before);
     }
-    begin(wins_ == 0 ? kPause : kChosen);
+    lead_ = 0;
+    begin(kPause);
   }
 
   bool fixed_;
   Stores chosen_ = Stores::Streaming;
   Phase phase_ = kChosen;
-  uint64_t bytes_ = 0;             // written in this phase
-  std::array<Total, 2> totals_{};  // of the phases of a trial, once settled
-  int wins_ = 0;                   // of the other kind, in a row
+  uint64_t bytes_ = 0;                // written in this phase
+  std::array<Stretch, 2> stretches_;  // of a pair, by phase, once settled
+  int lead_ = 0;                      // of the other kind: pairs of this trial
   std::string finding_;
 };
 

@@ -86,7 +86,7 @@ View: TypeAlias = _core.View
 
 # A rank's chunk of a segment: small enough that all slots stay in a cache, large enough that ranks
 # which share a core need not change places too often.
-_CHUNK_BYTES = 128 << 10
+_CHUNK_BYTES = 64 << 10
 _MOST_SEGMENT_BYTES = 1 << 20
 _LEAVE_S = 2.0  # how long an orderly shutdown waits for the others
 _SETS_OF_A_RUN = 1 << 16  # numbers of process sets from those of one init() to those of the next
