@@ -31,12 +31,16 @@ class Adapter(Protocol):
         """Loads the library and meets the other ranks."""
         ...
 
-    def tensor(self, count: int, value: float) -> Any: ...
+    def tensors(self, counts: Sequence[int], value: float) -> list[Any]: ...
     def expected(self) -> float:
         """What each element is after a call, if rank r filled its tensors with r + 1."""
         ...
 
     def barrier(self) -> None: ...
+    def warm_up(self, call: Call) -> None:
+        """Before a turn: others had the caches."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -68,8 +72,11 @@ class Torch:
         self.directory = directory
         self.versions = {"torch": torch.__version__}
 
-    def tensor(self, count: int, value: float) -> Any:
-        return self.torch.full((count,), value)
+    def tensors(self, counts: Sequence[int], value: float) -> list[Any]:
+        return [self.torch.full((count,), value) for count in counts]
+
+    def warm_up(self, call: Call) -> None:
+        call()
 
     def expected(self) -> float:
         return self.size * (self.size + 1) / 2
@@ -206,6 +213,67 @@ class Independent(Torch):
         """There is nothing to leave."""
 
 
+class Limit(Torch):
+    """The yard-stick of `horovod bench`: a bare allreduce, in native code, of adjacent tensors."""
+
+    ways: ClassVar = {"tensor": ("fastest",), "set": ("fastest",)}
+
+    def join(self) -> None:
+        import horovod
+        from horovod.bench import limit
+        from horovod.common import basics, config
+
+        self.basics: Any = basics
+        basics.init()
+        self.rank, self.size = basics.rank(), basics.size()
+        self.yard_stick = limit.Limit(config.from_environ())
+        self.versions["horovod"] = horovod.__version__
+
+    def tensors(self, counts: Sequence[int], value: float) -> list[Any]:
+        return list(self.torch.full((sum(counts),), value).split(list(counts)))
+
+    def barrier(self) -> None:
+        self.yard_stick.barrier()
+
+    def fastest(self, tensors: Sequence[Any]) -> Call:
+        return Bare(self.yard_stick, tensors)
+
+    def warm_up(self, call: Call) -> None:
+        assert isinstance(call, Bare)
+        call.choose()
+        call()
+
+    def close(self) -> None:
+        self.basics.shutdown()
+
+
+class Bare:
+    """A call of the yard-stick, on tensors that lie one behind the other."""
+
+    def __init__(self, yard_stick: Any, tensors: Sequence[Any]) -> None:
+        self._yard_stick = yard_stick
+        self._address = tensors[0].data_ptr()
+        self._count = sum(tensor.numel() for tensor in tensors)
+        self._kinds = yard_stick.kinds(self._count)
+        self._kind = self._kinds[0]
+
+    def __call__(self) -> object:
+        return self._run(self._kind)
+
+    def _run(self, kind: Any) -> Any:
+        return self._yard_stick.allreduce(self._address, self._count, kind)
+
+    def choose(self) -> None:
+        """Takes the kind that is the fastest on rank 0 now; a machine may change at any moment."""
+        from horovod.bench.limit import fastest
+        from horovod.common.objects import broadcast_object
+        from horovod.common.process_sets import global_process_set
+
+        rounds = max(2, min(20, 16 * MIB // (4 * self._count)))
+        kind = fastest(self._kinds, rounds, self._run)
+        self._kind = broadcast_object(kind, 0, None, global_process_set)
+
+
 class Numpy:
     """What adapters of libraries without tensors of their own share."""
 
@@ -216,8 +284,11 @@ class Numpy:
         self.directory = directory
         self.versions = {"numpy": np.__version__}
 
-    def tensor(self, count: int, value: float) -> Any:
-        return self.np.full(count, value, self.np.float32)
+    def tensors(self, counts: Sequence[int], value: float) -> list[Any]:
+        return [self.np.full(count, value, self.np.float32) for count in counts]
+
+    def warm_up(self, call: Call) -> None:
+        call()
 
     def expected(self) -> float:
         return self.size * (self.size + 1) / 2
@@ -259,7 +330,7 @@ class Mpi(Numpy):
         """Copied into one buffer, reduced, copied back; what is large goes alone."""
         lists = packed(tensors, (64 * MIB,), lambda tensor: tensor.nbytes)
         largest = max(sum(tensor.size for tensor in tensors) for tensors in lists)
-        buffer = self.tensor(largest, 0)
+        (buffer,) = self.tensors([largest], 0)
         plan = []
         for each in lists:
             pieces, begin = [], 0

@@ -143,6 +143,7 @@ PEERS = {
         "Horovod", horovodrun, variables=lambda place, size: {"HOROVOD_FUSION_THRESHOLD": "0"}
     ),
     "horovod-adasum": Peer("HorovodAdasum", horovodrun),
+    "limit": Peer("Limit", horovodrun),
     "torch-gloo": Peer("TorchGloo", local),
     "independent": Peer("Independent", local),
     "mpich": Peer("Mpi", hydra, (*MPI_PACKAGES, "mpich"), variables=mpich),

@@ -44,7 +44,6 @@ class Suite:
     points: tuple[Point, ...] = ()
     ratios: tuple[tuple[str, str], ...] = ()
     plot: str = "bars"  # or "lines": by the sizes of the points
-    limit: bool = False  # the yard-stick is measured beside the peers
 
 
 @dataclass(frozen=True)
@@ -93,11 +92,10 @@ SUITES = {
             title="Allreduce of one float32 tensor",
             text="Blocking, in place, one after the other.",
             unit="s",
-            peers=(*REDUCING, *OPTIONAL),
+            peers=(*REDUCING, *OPTIONAL, "limit"),
             points=tuple(tensor(size_bytes) for size_bytes in SIZES_BYTES),
             ratios=(("*", "horovod"), ("horovod", "limit")),
             plot="lines",
-            limit=True,
         ),
         Suite(
             name="sets",
@@ -106,10 +104,9 @@ SUITES = {
             "`grouped`: one call for all; `buckets`: copied into buckets of 1 and 25 MiB and "
             "back, as DistributedDataParallel does; `fused`: copied into 64 MiB and back.",
             unit="s",
-            peers=(*REDUCING, *OPTIONAL),
+            peers=(*REDUCING, *OPTIONAL, "limit"),
             points=SETS,
             ratios=(("*", "horovod"), ("horovod", "limit")),
-            limit=True,
         ),
         Suite(
             name="negotiation",

@@ -57,7 +57,7 @@ class Rank:
         return {"seconds": once(call), "samples": samples}
 
     def _checked(self, counts: list[int], way: str) -> adapters.Call:
-        tensors = [self._adapter.tensor(count, self._adapter.rank + 1.0) for count in counts]
+        tensors = self._adapter.tensors(counts, self._adapter.rank + 1.0)
         call = getattr(self._adapter, way)(tensors)
         call()
         for tensor in tensors:
@@ -71,7 +71,7 @@ class Rank:
         """The time of each iteration (s)."""
         call, barrier = self._calls[point["name"], way], self._adapter.barrier
         apart = point["kind"] != "tensor"
-        call()  # others had the caches
+        self._adapter.warm_up(call)
         barrier()
         times = []
         for _ in range(iterations):

@@ -25,7 +25,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import commands
-import limit
 import report
 from peers import PEERS, Absent, Place, install
 from points import MIB, OPTIONAL, SUITES, Absence, Result, Suite
@@ -90,12 +89,6 @@ def take_turns(session: Session, np: int, suites: Sequence[Suite], directory: Pa
     """All suites in which jobs take turns, on the same jobs."""
     options = session.options
     names = [name for name in options.peers if any(name in suite.peers for suite in suites)]
-    program: Path | None = None
-    if any(suite.limit for suite in suites):
-        try:
-            program = limit.build(directory)
-        except Absent as absent:
-            session.absent(np, "limit", str(absent))
     with ExitStack() as stack:
         session.say(f"{np} processes each: starting {', '.join(names)}")
         jobs = [session.start(name, np, directory, stack) for name in names]
@@ -106,23 +99,16 @@ def take_turns(session: Session, np: int, suites: Sequence[Suite], directory: Pa
         for suite in suites:
             for point in suite.points:
                 session.say(f"{suite.name}, {np} processes: {point.name}")
-                yard_stick = limit.Samples(program, np, point.size_bytes) if program else None
                 taken = turns.take(
                     point,
                     [name for name in names if name in suite.peers],
                     options.seconds,
                     options.rounds,
-                    yard_stick if yard_stick and suite.limit else lambda: None,
                 )
                 for (peer, way), samples in taken.items():
                     # The first of several ways is the peer's own row.
                     row = peer if way == turns.ways[peer][point.kind][0] else f"{peer}, {way}"
                     session.add(suite, np, row, point.name, samples)
-                if yard_stick and yard_stick.samples:
-                    session.add(suite, np, "limit", point.name, yard_stick.samples)
-                if yard_stick and yard_stick.failed:
-                    session.absent(np, "limit", yard_stick.failed)
-                    program = None
         for name, reason in turns.failed.items():
             session.absent(np, name, reason)
 

@@ -13,7 +13,7 @@ import socket
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -196,12 +196,11 @@ class Turns:
         peers: Sequence[str],
         seconds: float,
         rounds: int,
-        between: Callable[[], None],
     ) -> dict[tuple[str, str], list[float]]:
         """The samples of each peer and way: seconds of the slowest rank, or samples/s of all ranks.
 
         Each has `rounds` turns, and `seconds` in all, or fewer turns if one of its iterations takes
-        longer than that; `between` is called once a round. A sum is checked before it is timed.
+        longer than that. A sum is checked before it is timed.
         """
         rows = [
             (name, way)
@@ -216,7 +215,6 @@ class Turns:
         once: dict[tuple[str, str], tuple[float, int]] = {}
         used_s = dict.fromkeys(rows, 0.0)
         for _ in range(rounds):
-            between()
             for name, way in rows:
                 job = self.jobs.get(name)
                 if job is None or used_s[name, way] > SLOW * seconds:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import statistics
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,7 +43,8 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(
         out,
         *("--suite", *ROWS, "--points", "4 B", "1 MiB", "16 MiB", "161", "mlp"),
-        *("--environments", str(environments), "--peers", "horovod", "torch-gloo", "mpich"),
+        *("--environments", str(environments)),
+        *("--peers", "horovod", "torch-gloo", "mpich", "limit"),
         *("--seconds", "0.2", "--rounds", "3"),
     )
     return out
@@ -109,18 +108,3 @@ def test_time_of_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
         commands.took_s(
             [sys.executable, "-c", "import sys; print('why', file=sys.stderr); exit(3)"]
         )
-
-
-def test_other_jobs_turns_are_not_the_yard_stick_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has one in every round, until its own have taken long enough."""
-    monkeypatch.syspath_prepend(str(RUN.parent))
-    import limit
-
-    clock_s = itertools.count(0.0, limit.TAKE_S * 0.4)  # each look at it, and so each sample
-    monkeypatch.setattr(limit, "time", SimpleNamespace(monotonic=lambda: next(clock_s)))
-    monkeypatch.setattr(limit, "take_s", lambda *_: 1.0)
-    yard_stick = limit.Samples(Path("limit_shm"), 2, 4)
-    for _ in range(5):
-        yard_stick()
-        next(clock_s)  # others have their turns
-    assert yard_stick.samples == [1.0] * 3

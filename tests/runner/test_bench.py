@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from horovod.bench import report
-from horovod.bench.limit import Kind, Span
+from horovod.bench.limit import Kind, Span, fastest
 from horovod.bench.points import MODELS, SIZES_BYTES
 from horovod.bench.worker import Point, Report, Times
 
@@ -55,6 +55,20 @@ def test_table_and_json_have_every_point(
             assert point["bus_bytes_per_s"] > 0
     last = text.splitlines()[-1]
     assert last.startswith("1 MiB at " if size > 1 else "No host has several ranks"), last
+
+
+def test_the_kind_with_the_fastest_turn_is_taken() -> None:
+    """Each has a turn in every round; a slow one says nothing."""
+    slow, fast = Kind(False, 1 << 20), Kind(True, 64 << 10)
+    took = iter([3, 9, 4, 2, 3, 9])
+    run: list[Kind] = []
+
+    def turn(kind: Kind) -> Span:
+        run.append(kind)
+        return Span(10, 10 + next(took))
+
+    assert fastest([slow, fast], 3, turn) == fast
+    assert run == [slow, fast] * 3
 
 
 def test_without_np_each_slot_gets_a_rank(launcher) -> None:

@@ -115,12 +115,7 @@ class _Turns:
         kinds = yard_stick.kinds(self._data.count)
         once_s = _timed(lambda: [self._bare(yard_stick, kind) for kind in kinds])
         rounds = self._agreed(_repeats(seconds, once_s))
-        trials = [[self._bare(yard_stick, kind) for kind in kinds] for _ in range(rounds)]
-        # The fastest of few: what disturbs one of them says nothing about its kind.
-        least = [
-            min(span.end - span.begin for span in spans) for spans in zip(*trials, strict=True)
-        ]
-        return self._agreed(kinds[least.index(min(least))])
+        return self._agreed(limit.fastest(kinds, rounds, lambda kind: self._bare(yard_stick, kind)))
 
     def _ours(self) -> Span:
         """From when all had come until this rank has all sums."""
