@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -35,6 +36,8 @@ class FakeEngine:
 
     def start(self, *arguments: object) -> None:
         """It can read no tensor."""
+        if self.error is not None:
+            raise self.error
 
     def reject(self, kind: int, name: str, process_set: int, text: str) -> None:
         name.encode(), text.encode()
@@ -122,6 +125,33 @@ def test_what_the_engine_cannot_read_is_announced(start, error):
     with pytest.raises(type(error)):
         submit()
     assert [name for name, _ in engine.rejected] == ["allreduce.x"]
+
+
+def start_at_once(name: str | None) -> int | None:
+    form: Any = None
+    return ops.start(form, ops.ALLREDUCE, None, name, global_process_set, grouped=False)
+
+
+@pytest.mark.parametrize(
+    "error", [TypeError("start(): incompatible"), RuntimeError("can't allocate"), MemoryError()]
+)
+def test_what_cannot_be_started_is_left_to_a_call(start, error):
+    """Which makes it fail again, and tells the other ranks."""
+    engine = start(FakeEngine())
+    assert engine is not None
+    engine.error = error
+    assert start_at_once("x") is None
+    assert engine.rejected == []
+
+
+@pytest.mark.parametrize(("name", "op"), [("x", "allreduce.x"), (None, "allreduce.noname")])
+def test_a_start_that_the_engine_refuses_names_the_call(start, name, op):
+    engine = start(FakeEngine())
+    assert engine is not None
+    engine.error = basics.Failure(5, "ended", -1)
+    with pytest.raises(ShutdownError) as error:
+        start_at_once(name)
+    assert error.value.op == op
 
 
 @pytest.mark.parametrize("error", [ValueError("in flight"), basics.Failure(5, "ended", -1)])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 import horovod.torch as hvd
 from horovod.common.exceptions import MismatchError
@@ -349,6 +350,29 @@ def test_an_unnamed_call_that_is_wrong_on_one_rank_keeps_its_place() -> None:
             wrong() if hvd.rank() else right(ones)
         assert hvd.allreduce(ones * hvd.rank(), op=hvd.Max).tolist() == [1.0] * 4
         assert hvd.reducescatter(ones, op=hvd.Sum).tolist() == [2.0] * 2
+
+
+class NoMemory(TorchFunctionMode):
+    """In which outputs can't be made."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.empty_like:
+            raise RuntimeError("no memory")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.np(2)
+def test_an_output_that_cannot_be_made_is_told() -> None:
+    ones = torch.ones(4)
+    for name in ("x", None):
+        with (
+            soon(),
+            pytest.raises(RuntimeError if hvd.rank() else MismatchError, match="no memory"),
+        ):
+            with NoMemory() if hvd.rank() else nullcontext():
+                handle = hvd.allreduce_async(ones, name=name)
+            hvd.synchronize(handle)
+        assert hvd.allreduce(ones, op=hvd.Sum).tolist() == [2.0] * 4
 
 
 @pytest.mark.np(2)

@@ -2,7 +2,8 @@
 
 A front end enters a `Call`, turns its tensors into views (pointers, data type, shape) and submits
 them. What goes wrong before that, inside the `with`, is announced to the other ranks, so that none
-of them waits for a call that never comes.
+of them waits for a call that never comes. Tensors that the engine can read by itself need no view:
+`start` is one step, and leaves to a `Call` whatever is unusual.
 """
 
 from __future__ import annotations
@@ -250,8 +251,10 @@ def start(
             site,
         )
     except basics.Failure as failure:
-        raise basics.translated(failure, f"{prefix}.{name}") from None
-    except (TypeError, MemoryError):  # before the engine had it: a Call tells the other ranks
+        label = "noname" if name is None else name
+        raise basics.translated(failure, f"{prefix}.{label}") from None
+    except (TypeError, RuntimeError, MemoryError):
+        # Before the engine had it, as no memory for an output: a Call tells the other ranks.
         return None
     return handle
 
