@@ -294,8 +294,9 @@ class PyEngine {
 
   // Waits for a call and gives what it came to, once; None for what is no handle, or no longer.
   nb::object finish(nb::handle number) {
-    const int64_t handle = PyLong_Check(number.ptr()) ? PyLong_AsLongLong(number.ptr()) : -1;
-    PyErr_Clear();  // a number beyond every handle's
+    const nb::object index = nb::steal(PyNumber_Index(number.ptr()));
+    const int64_t handle = index.is_valid() ? PyLong_AsLongLong(index.ptr()) : -1;
+    PyErr_Clear();  // no number, or one beyond every handle's
     LocalCallPtr call;
     {
       const nb::ft_lock_guard lock(mutex_);

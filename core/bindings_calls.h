@@ -28,11 +28,11 @@ struct CallError {
 };
 
 // In UTF-8, which lives as long as the object; nothing for what is no text or has no such form, as
-// lone surrogates.
+// lone surrogates. Nor for text of a derived type: str() may make something else of it.
 inline std::optional<std::string_view> text_of(nb::handle object) {
   Py_ssize_t size = 0;
   const char* text =
-      PyUnicode_Check(object.ptr()) ? PyUnicode_AsUTF8AndSize(object.ptr(), &size) : nullptr;
+      PyUnicode_CheckExact(object.ptr()) ? PyUnicode_AsUTF8AndSize(object.ptr(), &size) : nullptr;
   if (text == nullptr) {
     PyErr_Clear();
     return std::nullopt;
@@ -143,12 +143,15 @@ class Form {
       return read(tensors, views[0], call.keep, call.outputs);
     }
     if (!PyList_Check(tensors.ptr())) return false;
-    const auto count = static_cast<size_t>(PyList_Size(tensors.ptr()));
+    // A copy: another thread may change the list while `allocate` has let go of the GIL.
+    const auto items = nb::steal<nb::tuple>(PyList_AsTuple(tensors.ptr()));
+    if (!items.is_valid()) throw nb::python_error();
+    const size_t count = items.size();
     nb::list kept, outputs;
     views.resize(count);
     for (size_t i = 0; i < count; ++i) {
       nb::object keep, output;
-      if (!read(nb::handle(PyList_GetItem(tensors.ptr(), i)), views[i], keep, output)) return false;
+      if (!read(items[i], views[i], keep, output)) return false;
       kept.append(std::move(keep));
       if (output.is_valid()) outputs.append(std::move(output));
     }
@@ -177,7 +180,9 @@ class Form {
     } else if (!allocate_.is_none()) {
       output = allocate_(tensor);
       Tensor made;
-      if (!host_tensor(*api, output, made) || made.shape != view.shape) return false;
+      api = api_of(output);  // a mode of the framework's may make anything
+      if (api == nullptr || !host_tensor(*api, output, made)) return false;
+      if (made.shape != view.shape || made.dtype != view.dtype) return false;
       view.out = made.in;
     }
     return true;

@@ -44,6 +44,18 @@ def test_names_may_hold_anything() -> None:
         hvd.allreduce(torch.ones(1), name="\ud800")
     for number in (7, np.int64(7)):
         same(hvd.allreduce(torch.ones(1), name=number), torch.ones(1))
+    # What the core can't read is sent under the same name.
+    tensor = torch.ones(2) if hvd.rank() == 0 else torch.ones(4)[::2]
+    same(hvd.synchronize(hvd.allreduce_async_(tensor, name=Title("x"))), torch.ones(2))
+
+
+class Title(str):
+    """As members of ``class Title(str, Enum)``: not the text that it holds."""
+
+    __slots__ = ()
+
+    def __format__(self, spec: str) -> str:
+        return f"a title, {str(self)!r}"
 
 
 @pytest.mark.np(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -115,7 +116,7 @@ def test_handles() -> None:
     assert isinstance(first, int) and second == first + 1
     same(hvd.synchronize(second), torch.full((3,), 2.0))
     assert hvd.poll(first) in (True, False)
-    same(hvd.synchronize(first), torch.full((3,), 2.0))
+    same(hvd.synchronize(np.int64(first)), torch.full((3,), 2.0))
     assert hvd.synchronize(first) is None
     assert hvd.synchronize(10**9) is None
     for unknown in (first, 10**9):
