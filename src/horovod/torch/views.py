@@ -47,7 +47,7 @@ def require_tensor(value: object) -> None:
 
 
 try:
-    torch._C._increment_version([torch.empty(0)])  # type: ignore[arg-type,list-item,unused-ignore]
+    torch._C._increment_version([])  # type: ignore[arg-type,unused-ignore]
     _count_up: Callable[[Any], None] = torch._C._increment_version
 except TypeError:  # before torch 2.4 it takes one tensor
 
