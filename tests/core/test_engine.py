@@ -9,6 +9,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -566,10 +567,17 @@ def test_unknown_handles() -> None:
                     use(handle)
 
 
-def test_a_wait_lets_other_threads_run() -> None:
+WAITS: dict[str, Callable[[Any, int], Any]] = {
+    "wait": lambda engine, handle: engine.wait(handle, 30.0),
+    "finish": lambda engine, handle: engine.finish(handle),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+def test_a_wait_lets_other_threads_run(wait: Callable[[Any, int], Any]) -> None:
     with engines(2) as (first, second):
         handle = first.submit(ALLREDUCE, "x", [ones(4)])
-        waiter = threading.Thread(target=first.finish, args=(handle,), daemon=True)
+        waiter = threading.Thread(target=wait, args=(first.engine, handle), daemon=True)
         waiter.start()
         # Only this thread can end the wait: holding the GIL in it would be a deadlock.
         second.call(ALLREDUCE, "x", [ones(4)])
@@ -577,7 +585,8 @@ def test_a_wait_lets_other_threads_run() -> None:
         assert not waiter.is_alive()
 
 
-def test_ctrl_c_ends_a_wait_and_nothing_else() -> None:
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+def test_ctrl_c_ends_a_wait_and_nothing_else(wait: Callable[[Any, int], Any]) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with engines(2) as (first, second):
@@ -587,7 +596,7 @@ def test_ctrl_c_ends_a_wait_and_nothing_else() -> None:
             timer.start()
             start = time.monotonic()
             with pytest.raises(KeyboardInterrupt):
-                first.engine.wait(handle, 30.0)
+                wait(first.engine, handle)
             assert time.monotonic() - start < 5
             second.submit(ALLREDUCE, "x", [ones(4)])
             first.finish(handle)
