@@ -295,8 +295,9 @@ class PyEngine {
   // Waits for a call and gives what it came to, once; None for what is no handle, or no longer.
   nb::object finish(nb::handle number) {
     const nb::object index = nb::steal(PyNumber_Index(number.ptr()));
-    const int64_t handle = index.is_valid() ? PyLong_AsLongLong(index.ptr()) : -1;
-    PyErr_Clear();  // no number, or one beyond every handle's
+    if (!index.is_valid()) throw nb::python_error();
+    const int64_t handle = PyLong_AsLongLong(index.ptr());
+    PyErr_Clear();  // a number beyond every handle's
     LocalCallPtr call;
     {
       const nb::ft_lock_guard lock(mutex_);
@@ -489,14 +490,14 @@ void bind_engine(nb::module_& m) {
            "reduce_op"_a, "prescale"_a, "postscale"_a, "root"_a, "splits"_a.none(), "unnamed"_a,
            "keep"_a.none(), "site"_a = 0, "finish"_a = nb::none())
       .def("start", &PyEngine::start, "form"_a, "kind"_a, "prefix"_a, "name"_a.none(), "unnamed"_a,
-           "process_set"_a, "grouped"_a, "tensors"_a, "reduce_op"_a, "prescale"_a, "postscale"_a,
+           "process_set"_a, "grouped"_a, "tensors"_a.none(), "reduce_op"_a, "prescale"_a, "postscale"_a,
            "root"_a, "site"_a,
            "As submit, of what the form can read; else None, and nothing has happened.")
       .def("next_number", &PyEngine::next_number, "process_set"_a, "prefix"_a,
            "Of the next unnamed call.")
       .def("renumber", &PyEngine::renumber, "Starts those numbers again.")
       .def("finish", &PyEngine::finish, "handle"_a.none(),
-           "Waits for a call and gives its result, once; then and for what is no handle, None.")
+           "Waits for a call and gives its result, once; then and for no handle's number, None.")
       .def("calls", &PyEngine::calls, "Names of what was not taken yet, by handle.")
       .def(
           "add_site",

@@ -46,6 +46,34 @@ def test_a_call_on_a_set_of_others_is_refused_where_it_is_made() -> None:
         usable("sets")
 
 
+@pytest.mark.np(2)
+def test_who_gives_no_process_set_at_all_is_told_of() -> None:
+    calls: list[Callable[[Any], object]] = [
+        lambda s: hvd.allreduce(torch.ones(1), **s),
+        lambda s: hvd.grouped_allreduce([torch.ones(1)], **s),
+        lambda s: hvd.allgather(torch.ones(1), **s),
+        lambda s: hvd.broadcast(torch.ones(1), 0, **s),
+        lambda s: hvd.alltoall(torch.ones(2), **s),
+    ]
+    for call in calls:
+        wrong = {"process_set": 3} if hvd.rank() else {}
+        error = TypeError if hvd.rank() else MismatchError
+        with soon(), pytest.raises(error, match="process_set must be a ProcessSet, not 3"):
+            call(wrong)
+        # Calls without a name still match.
+        mine = torch.full((1,), float(hvd.rank()))
+        assert hvd.allreduce(mine, op=hvd.Sum).item() == 1.0
+
+
+@pytest.mark.np(2)
+def test_nothing_instead_of_a_tensor_is_told_in_words() -> None:
+    for call in (hvd.allreduce, hvd.allreduce_, hvd.allgather, hvd.reducescatter):
+        mine = None if hvd.rank() else torch.ones(2)
+        error = TypeError if hvd.rank() else MismatchError
+        with soon(), pytest.raises(error, match=r"a torch\.Tensor is needed, not NoneType"):
+            call(mine)  # type: ignore[operator]
+
+
 def usable(name: str) -> None:
     """The next correct calls work, also under the name that failed."""
     for each in (name, f"after {name}"):

@@ -47,10 +47,13 @@ def test_names_may_hold_anything() -> None:
     # What the core can't read is sent under the same name.
     tensor = torch.ones(2) if hvd.rank() == 0 else torch.ones(4)[::2]
     same(hvd.synchronize(hvd.allreduce_async_(tensor, name=Title("x"))), torch.ones(2))
+    # And under that of what compares equal to it.
+    name = Title("y") if hvd.rank() == 0 else "y"
+    same(hvd.synchronize(hvd.allreduce_async_(tensor, name=name)), torch.ones(2))
 
 
 class Title(str):
-    """As members of ``class Title(str, Enum)``: not the text that it holds."""
+    """As members of ``class Title(str, Enum)``: its str() isn't the text that it holds."""
 
     __slots__ = ()
 

@@ -119,6 +119,9 @@ def test_handles() -> None:
     same(hvd.synchronize(np.int64(first)), torch.full((3,), 2.0))
     assert hvd.synchronize(first) is None
     assert hvd.synchronize(10**9) is None
+    for wrong in (None, "1", 1.0, [first]):
+        with pytest.raises(TypeError):
+            hvd.synchronize(wrong)  # type: ignore[arg-type]
     for unknown in (first, 10**9):
         with pytest.raises(ValueError, match="unknown"):
             hvd.poll(unknown)

@@ -78,7 +78,10 @@ def make_parser() -> argparse.ArgumentParser:
         help=f"gradients of these models, tensor by tensor: {', '.join(MODELS)}; nothing for none",
     )
     group.add_argument(
-        "--seconds", type=_seconds, default=2.0, help="how long to measure each, about; 2"
+        "--seconds",
+        type=_seconds,
+        default=2.0,
+        help="how long to time the calls of each in all, about; 2",
     )
     group.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to a file")
     launch.add_options(parser, without={"check_build"})

@@ -148,8 +148,8 @@ def _sentences(found: Sequence[Row], hosts: int) -> list[str]:
         return ["No host has several ranks, so there is no shared memory that could be the limit."]
     text = (
         f"{row.title} at {row.ratio:.2f} x the limit of this machine's shared memory: "
-        f"{_duration(row.ours.p50)}, and {_duration(row.limit.p50)} with {row.stores} stores "
-        f"through slots of {size_text(row.slot_bytes)}."
+        f"{_duration(row.ours.p50)}, where the limit, with {row.stores} stores through slots of "
+        f"{size_text(row.slot_bytes)}, is {_duration(row.limit.p50)}."
     )
     if hosts > 1:
         return [

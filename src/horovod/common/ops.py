@@ -229,6 +229,8 @@ def start(
         HorovodInternalError: the engine isn't running.
     """
     engine = _engine()
+    if not isinstance(process_set, ProcessSet):
+        return None
     number = _set_id(process_set, op.name, name)
     if op.reductions is not None and reduce_op not in op.reductions:
         return None
@@ -304,7 +306,9 @@ class Call:
         self.process_set = process_set
         self.grouped = grouped
         self.engine = _engine()
-        self._set = _set_id(process_set, op.name, name)
+        known = isinstance(process_set, ProcessSet)
+        # Who gives no set at all makes this call of the global one, most likely, for the others.
+        self._set = _set_id(process_set, op.name, name) if known else 0
         self._at = _At.ADAPTER
         # Bound here: in a frame that torch.compile traces, the method would lose its engine.
         self._start = self.engine.start
@@ -312,11 +316,16 @@ class Call:
         prefix = op.prefix(grouped)
         if name is not None and not _is_text(name):  # nor can another rank have called it so
             raise ValueError(f"{basics.label()} {op.name}: the name {name!r} is no valid text")
-        if name is None:
+        if isinstance(name, str):
+            name = str.__str__(name)  # what it holds, also if its type is derived
+        elif name is None:
             name = "noname"
             if op.kind < BARRIER.kind:
                 name += f".{self.engine.next_number(self._set, prefix)}"
         self.name = f"{prefix}.{name}"
+        if not known:
+            with self:
+                raise TypeError(f"process_set must be a ProcessSet, not {process_set!r}")
 
     def __enter__(self) -> Call:
         """Starts the part whose failure the other ranks are told."""
@@ -523,6 +532,7 @@ def synchronize(handle: int) -> Any:
         already.
 
     Raises:
+        TypeError: the handle is no integer.
         HorovodInternalError: ranks disagree (`MismatchError`), a peer is lost (`PeerLostError`),
             or the engine stopped.
     """
