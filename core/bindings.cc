@@ -490,8 +490,8 @@ void bind_engine(nb::module_& m) {
            "reduce_op"_a, "prescale"_a, "postscale"_a, "root"_a, "splits"_a.none(), "unnamed"_a,
            "keep"_a.none(), "site"_a = 0, "finish"_a = nb::none())
       .def("start", &PyEngine::start, "form"_a, "kind"_a, "prefix"_a, "name"_a.none(), "unnamed"_a,
-           "process_set"_a, "grouped"_a, "tensors"_a.none(), "reduce_op"_a, "prescale"_a, "postscale"_a,
-           "root"_a, "site"_a,
+           "process_set"_a, "grouped"_a, "tensors"_a.none(), "reduce_op"_a, "prescale"_a,
+           "postscale"_a, "root"_a, "site"_a,
            "As submit, of what the form can read; else None, and nothing has happened.")
       .def("next_number", &PyEngine::next_number, "process_set"_a, "prefix"_a,
            "Of the next unnamed call.")

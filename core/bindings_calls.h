@@ -28,7 +28,8 @@ struct CallError {
 };
 
 // In UTF-8, which lives as long as the object; nothing for what is no text or has no such form, as
-// lone surrogates. Of text of a derived type the text that it holds, whatever its str() makes of it.
+// lone surrogates. Of text of a derived type the text that it holds, whatever its str() makes of
+// it.
 inline std::optional<std::string_view> text_of(nb::handle object) {
   Py_ssize_t size = 0;
   const char* text =

@@ -55,7 +55,7 @@ class Engine:
 
     def submit(self, kind: int, name: str, process_set: int, tensors: Sequence[View], reduce_op: int, prescale: float, postscale: float, root: int, splits: Sequence[int] | None, unnamed: bool, keep: object | None, site: int = 0, finish: object | None = None) -> int: ...
 
-    def start(self, form: Form, kind: int, prefix: str, name: object | None, unnamed: bool, process_set: int, grouped: bool, tensors: object, reduce_op: int, prescale: float, postscale: float, root: int, site: int) -> int | None:
+    def start(self, form: Form, kind: int, prefix: str, name: object | None, unnamed: bool, process_set: int, grouped: bool, tensors: object | None, reduce_op: int, prescale: float, postscale: float, root: int, site: int) -> int | None:
         """
         As submit, of what the form can read; else None, and nothing has happened.
         """
@@ -68,7 +68,7 @@ class Engine:
 
     def finish(self, handle: object | None) -> object:
         """
-        Waits for a call and gives its result, once; then and for what is no handle, None.
+        Waits for a call and gives its result, once; then and for no handle's number, None.
         """
 
     def calls(self) -> dict[int, str]:
