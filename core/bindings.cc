@@ -220,7 +220,15 @@ class PyEngine {
                                double prescale, double postscale, int32_t root, uint32_t site) {
     auto call = std::make_shared<LocalCall>();
     PyCall ours;
-    if (!form.read(grouped, tensors, call->tensors, ours)) return std::nullopt;
+    try {
+      if (!form.read(grouped, tensors, call->tensors, ours)) return std::nullopt;
+    } catch (const nb::python_error& error) {
+      // Whoever can tell the other ranks is to meet it again.
+      if (error.matches(PyExc_Exception)) return std::nullopt;
+      throw;
+    } catch (const Error&) {
+      return std::nullopt;
+    }
     std::string& full = call->request.name;
     full = *text_of(prefix);
     full += '.';
@@ -280,8 +288,9 @@ class PyEngine {
         const auto left = end - std::chrono::steady_clock::now();
         done = engine_->wait(handle, std::clamp<Duration>(left, Duration{}, kSignalSlice));
       }
-      if (done) return true;
+      // Also if it is done: what Python raises next would lose the result.
       if (PyErr_CheckSignals() != 0) throw nb::python_error();
+      if (done) return true;
       if (std::chrono::steady_clock::now() >= end) return false;
     }
   }

@@ -604,6 +604,29 @@ def test_ctrl_c_ends_a_wait_and_nothing_else(wait: Callable[[Any, int], Any]) ->
         signal.signal(signal.SIGINT, before)
 
 
+def test_ctrl_c_loses_no_result_that_came_just_then() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    main = threading.get_ident()
+    try:
+        with engines(2) as (first, second):
+
+            def interrupt_and_answer() -> None:
+                time.sleep(0.02)
+                signal.pthread_kill(main, signal.SIGINT)
+                second.call(ALLREDUCE, "x", [ones(4)])
+
+            for _ in range(10):
+                handle = first.submit(ALLREDUCE, "x", [ones(4)])
+                other = threading.Thread(target=interrupt_and_answer)
+                with pytest.raises(KeyboardInterrupt):
+                    other.start()
+                    first.engine.finish(handle)
+                other.join(10)
+                assert first.engine.finish(handle) is not None
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_outputs_outlive_their_engine() -> None:
     with engines(2) as ranks:
         outputs = run(ranks, lambda rank: rank.call(ALLGATHER, "x", [ones(5000)]).outputs[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -380,24 +381,29 @@ def test_an_unnamed_call_that_is_wrong_on_one_rank_keeps_its_place() -> None:
         assert hvd.reducescatter(ones, op=hvd.Sum).tolist() == [2.0] * 2
 
 
-class NoMemory(TorchFunctionMode):
-    """In which outputs can't be made."""
+class NoOutputs(TorchFunctionMode):
+    """In which they can't be made."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.empty_like:
-            raise RuntimeError("no memory")
+            raise self.error
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.np(2)
 def test_an_output_that_cannot_be_made_is_told() -> None:
     ones = torch.ones(4)
-    for name in ("x", None):
+    errors = (RuntimeError, ValueError, KeyError, AssertionError)
+    for name, kind in itertools.product(("x", None), errors):
         with (
             soon(),
-            pytest.raises(RuntimeError if hvd.rank() else MismatchError, match="no memory"),
+            pytest.raises(kind if hvd.rank() else MismatchError, match="no memory"),
         ):
-            with NoMemory() if hvd.rank() else nullcontext():
+            with NoOutputs(kind("no memory")) if hvd.rank() else nullcontext():
                 handle = hvd.allreduce_async(ones, name=name)
             hvd.synchronize(handle)
         assert hvd.allreduce(ones, op=hvd.Sum).tolist() == [2.0] * 4
