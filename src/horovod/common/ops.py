@@ -256,7 +256,7 @@ def start(
         label = "noname" if name is None else name
         raise basics.translated(failure, f"{prefix}.{label}") from None
     except (TypeError, RuntimeError, MemoryError):
-        # Before the engine had it, as no memory for an output: a Call tells the other ranks.
+        # Before the engine had it, as an argument of a wrong type: a Call tells the other ranks.
         return None
     return handle
 
